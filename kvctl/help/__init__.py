@@ -1,0 +1,1 @@
+"""Help topics, served by `kvctl help`. Text only."""

@@ -1,0 +1,126 @@
+"""Host and shared buffers: page-aligned, allocated once, reused.
+
+Fresh anonymous memory costs 2-3 s per GiB of page faults on small machines, so a load allocates its memory
+once and a staging arena is a ring of slots that are reused (`kvctl.memory.arena`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Final, Protocol
+
+from kvctl.core.errors import CapacityError, UsageError
+
+PAGE: Final = 4096
+
+
+class Buffer(Protocol):
+    """A piece of memory that bytes land in.
+
+    `view` is a flat, writable byte view for memory the CPU can touch; `kind` is 'host', 'pinned', 'shared' or
+    'cuda'. A cuda buffer's `view` raises TypeError: paths that write to it use `address`.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def view(self) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    def close(self) -> None: ...
+
+
+def round_up(nbytes: int, to: int = PAGE) -> int:
+    return (nbytes + to - 1) // to * to
+
+
+class HostBuffer:
+    """Anonymous page-aligned memory of this process. Freed by `close`, or when the last view of it goes."""
+
+    kind = "host"
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise UsageError(f"a buffer of {nbytes} bytes makes no sense")
+        self.nbytes = nbytes
+        try:
+            # MAP_PRIVATE: children of a fork do not write into our load
+            self._map = mmap.mmap(-1, max(round_up(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise CapacityError(
+                f"cannot allocate {nbytes} bytes of host memory",
+                cause=str(error),
+                hint="free memory or load less",
+            ) from error
+        self.view = memoryview(self._map)[:nbytes]
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def prefault(self) -> None:
+        """Touch every page now, so that a timed transfer does not pay for it."""
+        if hasattr(mmap, "MADV_POPULATE_WRITE"):  # Linux 5.14, Python 3.13
+            self._map.madvise(mmap.MADV_POPULATE_WRITE)
+            return
+        for offset in range(0, len(self._map), PAGE):
+            self._map[offset] = 0
+
+    def close(self) -> None:
+        """Give the memory back now; views that others still hold keep it alive instead (no error)."""
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # somebody's tensor still looks at it: it lives as long as that
+
+
+class SharedBuffer:
+    """Memory under a name in /dev/shm that other processes can map; written to NAME only by `publish`."""
+
+    kind = "shared"
+
+    def __init__(self, name: str, nbytes: int, *, folder: str = "/dev/shm") -> None:  # noqa: S108 - POSIX shared memory lives there
+        if not name or "/" in name or name in {".", ".."} or "\0" in name:
+            raise UsageError(f"{name!r} cannot name shared memory", hint="use a plain name without '/'")
+        self.nbytes = nbytes
+        self.path = os.path.join(folder, name)
+        self._temp = os.path.join(folder, f".{name}.{os.getpid()}.kvctl-tmp")
+        fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # fallocate, not ftruncate: no space is an error now, not a SIGBUS in the middle
+            os.posix_fallocate(fd, 0, max(nbytes, 1))
+            self._map = mmap.mmap(fd, max(nbytes, 1))
+        except OSError as error:
+            os.unlink(self._temp)
+            raise CapacityError(
+                f"cannot allocate {nbytes} bytes of shared memory",
+                cause=str(error),
+                hint=f"free space in {folder}",
+            ) from error
+        finally:
+            os.close(fd)
+        self.view = memoryview(self._map)[:nbytes]
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def publish(self) -> None:
+        """Give the memory its name: only complete, verified content gets one."""
+        os.rename(self._temp, self.path)
+        self._temp = ""
+
+    def close(self) -> None:
+        if self._temp:
+            os.unlink(self._temp)
+            self._temp = ""
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass

@@ -1,0 +1,151 @@
+"""Base for transports whose operations are blocking calls: a few worker threads, one queue in, one out.
+
+System calls on big ranges release the GIL, so threads are enough to keep a device or a NIC busy; a worker
+costs one hand-over per operation (MiB), never per byte.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvctl.core.errors import EnvError, KvctlError
+from kvctl.memory.buffers import Buffer
+from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
+
+
+class NoRegistration:
+    """For transports that need none: the kernel takes any address."""
+
+    def close(self) -> None:
+        return
+
+
+class OpCancelledError(Exception):
+    """Raised by `perform` when it noticed a cancel and the buffer is no longer touched."""
+
+
+class ThreadedTransport(ABC):
+    """Subclasses give `perform` (blocking, called on worker threads) and may override
+    `close_worker` (frees per-thread state such as a connection) and `interrupt` (wakes a running op).
+    """
+
+    name = "threaded"
+
+    def __init__(self, capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
+        self._inbox: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._running: set[int] = set()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._outstanding = 0
+        self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @abstractmethod
+    def perform(self, op: Op) -> int:
+        """Do `op`; return how many requests it took. Raises KvctlError or OpCancelledError."""
+
+    def close_worker(self) -> None:
+        return
+
+    def interrupt(self, op_id: int) -> None:
+        """Make the running `op_id` end soon, if that can be done safely."""
+
+    def is_cancelled(self, op_id: int) -> bool:
+        return op_id in self._cancelled
+
+    def register(self, buffer: Buffer) -> Registration:
+        if buffer.kind not in self._capabilities.memory_kinds:
+            raise EnvError(f"transport {self.name} cannot move bytes to {buffer.kind} memory")
+        return NoRegistration()
+
+    def submit(self, ops: Sequence[Op]) -> None:
+        with self._lock:
+            if self._closed:
+                raise EnvError(f"transport {self.name} is closed")
+            self._outstanding += len(ops)
+            wanted = min(self._capabilities.max_in_flight, self._outstanding)
+            while len(self._threads) < wanted:
+                thread = threading.Thread(
+                    target=self._work, name=f"kvctl-{self.name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        for op in ops:
+            self._inbox.put(op)
+
+    def poll(self, timeout: float | None) -> list[Completion]:
+        done: list[Completion] = []
+        try:
+            done.append(self._outbox.get(timeout=timeout) if timeout != 0 else self._outbox.get_nowait())
+            while True:
+                done.append(self._outbox.get_nowait())
+        except queue.Empty:
+            pass
+        with self._lock:
+            self._outstanding -= len(done)
+        return done
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            self._cancelled.update(ids)
+            running = [op_id for op_id in ids if op_id in self._running]
+        for op_id in running:
+            self.interrupt(op_id)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            threads = list(self._threads)
+            running = list(self._running)
+            self._cancelled.update(running)
+        for op_id in running:
+            self.interrupt(op_id)
+        for _ in threads:
+            self._inbox.put(None)
+        for thread in threads:
+            thread.join(timeout=10)
+
+    def _work(self) -> None:
+        try:
+            while (op := self._inbox.get()) is not None:
+                self._outbox.put(self._run(op))
+        finally:
+            self.close_worker()
+
+    def _run(self, op: Op) -> Completion:
+        started = time.monotonic()
+        with self._lock:
+            if self._closed or op.id in self._cancelled:
+                self._cancelled.discard(op.id)
+                return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0)
+            self._running.add(op.id)
+        status, error, requests = Status.DONE, None, 1
+        try:
+            requests = self.perform(op)
+        except OpCancelledError:
+            status = Status.CANCELLED
+        except KvctlError as problem:
+            status, error = Status.FAILED, problem
+        except Exception as problem:  # a bug in a plug-in must not hang the load
+            status = Status.FAILED
+            error = KvctlError(
+                f"transport {self.name} failed on {op.key}", cause=f"{type(problem).__name__}: {problem}"
+            )
+        finally:
+            with self._lock:
+                self._running.discard(op.id)
+                self._cancelled.discard(op.id)
+        moved = op.length if status is Status.DONE else 0
+        return Completion(op.id, status, moved, error, started, time.monotonic(), requests)

@@ -1,0 +1,21 @@
+"""Specs of the file store and transport. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from kvctl.transports.registry import Option, StoreSpec, TransportSpec
+
+STORE = StoreSpec(
+    "file",
+    "a directory of a local or shared file system",
+    "kvctl_file.store:open_store",
+)
+TRANSPORT = TransportSpec(
+    "file",
+    "preadv and pwritev straight between files and memory",
+    "kvctl_file.transport:open_transport",
+    schemes=("file",),
+    options=(
+        Option("direct", "true: O_DIRECT, bypassing the page cache", "false"),
+        Option("threads", "operations in flight", "4"),
+    ),
+)

@@ -1,0 +1,239 @@
+"""The `file://` store: objects are files; a write is temp, fsync, rename, fsync of the folder.
+
+Conditional puts are atomic among kvctl's writers on one host and on file systems with working `flock` (NFSv4,
+Lustre with -o flock, ext4, xfs): the condition is checked and the rename done under a lock on the folder. A
+version is mtime (ns), inode and size: a rename always brings a new inode, a rewrite in place a new mtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat as stat_module
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from kvctl.core.errors import (
+    AuthError,
+    CapacityError,
+    ConflictError,
+    EnvError,
+    KvctlError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
+from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
+from kvctl_file.paths import TEMP_SUFFIX, check_key, root_of
+
+
+def version_of(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}"
+
+
+def error_from(problem: OSError, path: str) -> KvctlError:
+    """The kvctl error for a system error on `path`."""
+    reason = problem.strerror or str(problem)
+    code = problem.errno
+    if code in {errno.ENOENT, errno.ENOTDIR}:
+        return NotFoundError(f"{path} does not exist")
+    if code in {errno.EACCES, errno.EPERM}:
+        return AuthError(f"{path} is not accessible", cause=reason, hint="check its owner and mode")
+    if code == errno.EROFS:
+        return AuthError(f"{path} is on a read-only file system", hint="choose a writable place")
+    if code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        return CapacityError(f"no space for {path}", cause=reason, hint="free space or choose another store")
+    if code in {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}:
+        return TransientError(f"{path} cannot be read or written now", cause=reason)
+    return EnvError(f"{path}: {reason}")
+
+
+def raise_from(problem: OSError, path: str) -> NoReturn:
+    raise error_from(problem, path) from problem
+
+
+class FileStore:
+    """See `kvctl.transports.api.Store`."""
+
+    capabilities = StoreCapabilities(conditional_put=True, conditional_delete=True, uploads=True)
+
+    def __init__(self, url: str) -> None:
+        self.root = root_of(url)
+        self.url = f"file://{self.root}"
+
+    def path(self, key: str) -> str:
+        return os.path.join(self.root, check_key(key))
+
+    def stat(self, key: str) -> ObjectInfo:
+        path = self.path(key)
+        try:
+            status = os.stat(path)
+        except OSError as problem:
+            raise_from(problem, path)
+        if not stat_module.S_ISREG(status.st_mode):
+            raise NotFoundError(f"{path} is not a file")
+        return _info(key, status)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_key(folder)
+        yield from self._walk(folder, prefix)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        try:
+            with os.scandir(os.path.join(self.root, folder)) as entries:
+                # order of keys: a folder sorts as 'name/', which '-' and '.' precede and letters follow
+                found = sorted(
+                    ((f"{entry.name}/" if entry.is_dir() else entry.name), entry.name)
+                    for entry in entries
+                    if not entry.name.endswith(TEMP_SUFFIX)
+                )
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as problem:
+            raise_from(problem, os.path.join(self.root, folder))
+        for shown, name in found:
+            key = f"{folder}/{name}" if folder else name
+            if shown.endswith("/"):
+                deeper = f"{key}/"
+                if deeper.startswith(prefix) or prefix.startswith(deeper):
+                    yield from self._walk(key, prefix)
+            elif key.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    yield _info(key, os.stat(os.path.join(self.root, key)))
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        path = self.path(key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                wanted = os.fstat(file.fileno()).st_size - start if length is None else length
+                parts = []
+                while wanted > 0 and (part := os.pread(file.fileno(), wanted, start)):
+                    parts.append(part)
+                    start += len(part)
+                    wanted -= len(part)
+                return b"".join(parts)
+        except OSError as problem:
+            raise_from(problem, path)
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        with self.writing(key, if_absent=if_absent, if_version=if_version) as fd:
+            view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+            written = 0
+            while written < len(view):
+                written += os.write(fd, view[written:])
+        return self.stat(key)
+
+    @contextlib.contextmanager
+    def writing(self, key: str, *, if_absent: bool = False, if_version: str | None = None) -> Iterator[int]:
+        """A descriptor of a temp file that becomes `key`, durably, when the block ends without an error."""
+        path = self.path(key)
+        folder = os.path.dirname(path)
+        # the name of the file is cut, not its folder: 255 bytes is the limit of a name
+        short = os.path.basename(path).encode()[:200].decode(errors="ignore")
+        temp = os.path.join(folder, f"{short}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as problem:
+            raise_from(problem, path)
+        try:
+            try:
+                yield fd
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            with _folder_lock(folder) as folder_fd:
+                if if_absent or if_version is not None:
+                    self._check_condition(path, key, if_absent=if_absent, if_version=if_version)
+                os.rename(temp, path)
+                os.fsync(folder_fd)
+        except OSError as problem:
+            _unlink(temp)
+            raise_from(problem, path)
+        except BaseException:
+            _unlink(temp)
+            raise
+
+    def _check_condition(self, path: str, key: str, *, if_absent: bool, if_version: str | None) -> None:
+        try:
+            version: str | None = version_of(os.stat(path))
+        except FileNotFoundError:
+            version = None
+        if if_absent and version is not None:
+            raise ConflictError(f"{self.url}: {key} exists already")
+        if if_version is not None and version != if_version:
+            raise ConflictError(f"{self.url}: {key} is not at version {if_version} any more")
+
+    def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
+        if if_version is not None and len(keys) != 1:
+            raise UsageError("a conditional delete takes one key")
+        for key in keys:
+            path = self.path(key)
+            try:
+                if if_version is None:
+                    os.unlink(path)
+                else:
+                    with _folder_lock(os.path.dirname(path)):
+                        self._check_condition(path, key, if_absent=False, if_version=if_version)
+                        os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as problem:
+                raise_from(problem, path)
+
+    def now(self) -> datetime:
+        """The host's clock; on shared file systems keep hosts in sync (NTP), as their mtimes need it too."""
+        return datetime.now(UTC)
+
+    def uploads(self) -> Iterator[UploadInfo]:
+        """Temp files of writers, alive or dead: whoever aborts one must know that its writer is gone."""
+        for folder, _, names in os.walk(self.root):
+            for name in sorted(names):
+                if name.endswith(TEMP_SUFFIX):
+                    path = os.path.join(folder, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        started = datetime.fromtimestamp(os.stat(path).st_mtime, UTC)
+                        relative = os.path.relpath(path, self.root)
+                        yield UploadInfo(relative.removesuffix(TEMP_SUFFIX), relative, started)
+
+    def abort(self, upload: UploadInfo) -> None:
+        check_key(upload.id.removesuffix(TEMP_SUFFIX))
+        if not upload.id.endswith(TEMP_SUFFIX):
+            raise UsageError(f"{upload.id!r} is not an unfinished write")
+        _unlink(os.path.join(self.root, upload.id))
+
+    def close(self) -> None:
+        return
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: str) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, version_of(status), datetime.fromtimestamp(status.st_mtime, UTC))
+
+
+def open_store(config: StoreConfig) -> FileStore:
+    if config.endpoints or config.options:
+        raise UsageError(f"{config.url}: a file store takes no endpoints and no options")
+    return FileStore(config.url)
