@@ -34,6 +34,11 @@ class Buffer(Protocol):
     def close(self) -> None: ...
 
 
+def address_of(view: memoryview) -> int:
+    """The address of a writable view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 def round_up(nbytes: int, to: int = PAGE) -> int:
     return (nbytes + to - 1) // to * to
 

@@ -1,0 +1,157 @@
+"""The `file` transport: preadv and pwritev straight between files and memory, O_DIRECT by option.
+
+A file is opened for each operation (microseconds against MiB): its version is compared before and after the
+read, so that a file rewritten in place is noticed, and no descriptor outlives its use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from kvctl.core.errors import SizeMismatchError, UsageError, VersionChangedError
+from kvctl.memory.buffers import PAGE, HostBuffer, address_of
+from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfig
+from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl_file.store import FileStore, raise_from, version_of
+
+# One system call moves at most this much: a running operation notices a cancel between two of them.
+PIECE: Final = 64 << 20
+BOUNCE: Final = 4 << 20
+
+
+class FileTransport(ThreadedTransport):
+    name = "file"
+
+    def __init__(self, store: FileStore, *, direct: bool, threads: int) -> None:
+        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=threads))
+        self._store = store
+        self._direct = direct
+        self._local = threading.local()
+
+    def perform(self, op: Op) -> int:
+        if op.kind == "write":
+            self._write(op)
+        else:
+            self._read(op)
+        return 1
+
+    def close_worker(self) -> None:
+        bounce: HostBuffer | None = getattr(self._local, "bounce", None)
+        if bounce is not None:
+            bounce.close()
+
+    def _read(self, op: Op) -> None:
+        path = self._store.path(op.key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as problem:
+            raise_from(problem, path)
+        try:
+            self._check(fd, op, path)
+            view = op.view
+            if self._direct:
+                self._read_direct(op, path, fd, view)
+            else:
+                self._read_range(op, path, fd, op.offset, view)
+            if op.version is not None:
+                self._check(fd, op, path)
+        except OSError as problem:
+            raise_from(problem, path)
+        finally:
+            os.close(fd)
+
+    def _check(self, fd: int, op: Op, path: str) -> None:
+        status = os.fstat(fd)
+        if op.object_size is not None and status.st_size != op.object_size:
+            if op.version is not None and version_of(status) != op.version:
+                raise _changed(path, op.version, version_of(status))
+            raise SizeMismatchError(f"{path} has {status.st_size} bytes, expected {op.object_size}")
+        if op.version is not None and version_of(status) != op.version:
+            raise _changed(path, op.version, version_of(status))
+        if op.offset + op.length > status.st_size:
+            raise SizeMismatchError(
+                f"{path} ends at byte {status.st_size}, wanted up to {op.offset + op.length}",
+                hint="the file is shorter than its header says: copy it again",
+            )
+
+    def _read_range(self, op: Op, path: str, fd: int, offset: int, view: memoryview) -> None:
+        done, total = 0, len(view)
+        while done < total:
+            if self.is_cancelled(op.id):
+                raise OpCancelledError
+            moved = os.preadv(fd, [view[done : done + PIECE]], offset + done)
+            if moved == 0:
+                raise SizeMismatchError(f"{path} ended at byte {offset + done}, wanted up to {offset + total}")
+            done += moved
+
+    def _read_direct(self, op: Op, path: str, buffered: int, view: memoryview) -> None:
+        """The aligned middle by O_DIRECT, the ragged ends through the page cache. Memory that is not congruent
+        with the file modulo 4 KiB takes a bounce buffer: one copy."""
+        first = -op.offset % PAGE
+        last = (op.offset + op.length) // PAGE * PAGE - op.offset
+        if last <= first:
+            self._read_range(op, path, buffered, op.offset, view)
+            return
+        if first:
+            self._read_range(op, path, buffered, op.offset, view[:first])
+        if last < op.length:
+            self._read_range(op, path, buffered, op.offset + last, view[last:])
+        direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            self._check(direct, op, path)
+            middle = view[first:last]
+            if address_of(middle) % PAGE == 0:
+                self._read_range(op, path, direct, op.offset + first, middle)
+                return
+            bounce = self._bounce()
+            for start in range(0, len(middle), BOUNCE):
+                size = min(BOUNCE, len(middle) - start)
+                self._read_range(op, path, direct, op.offset + first + start, bounce.view[:size])
+                middle[start : start + size] = bounce.view[:size]
+        finally:
+            os.close(direct)
+
+    def _bounce(self) -> HostBuffer:
+        bounce: HostBuffer | None = getattr(self._local, "bounce", None)
+        if bounce is None:
+            bounce = self._local.bounce = HostBuffer(BOUNCE)
+        return bounce
+
+    def _write(self, op: Op) -> None:
+        if op.offset != 0 or (op.object_size is not None and op.object_size != op.length):
+            raise UsageError(f"the file transport writes whole objects ({op.key})")
+        path = self._store.path(op.key)
+        view = op.view
+        try:
+            with self._store.writing(op.key) as fd:
+                done = 0
+                while done < op.length:
+                    if self.is_cancelled(op.id):
+                        raise OpCancelledError
+                    done += os.pwritev(fd, [view[done : done + PIECE]], done)
+        except OSError as problem:
+            raise_from(problem, path)
+
+
+def _changed(path: str, old: str, new: str) -> VersionChangedError:
+    return VersionChangedError(
+        f"{path} changed while loading",
+        cause=f"version {old} became {new}",
+        hint="load again when nobody writes it",
+    )
+
+
+def open_transport(
+    config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]
+) -> FileTransport:
+    unknown = set(options) - {"direct", "threads"}
+    if endpoint is not None or unknown:
+        raise UsageError(
+            f"{config.url}: the file transport has no {'endpoints' if endpoint else 'option ' + ', '.join(unknown)}",
+            hint="its options are direct=true|false and threads=N",
+        )
+    threads = int(options.get("threads", "4"))
+    return FileTransport(FileStore(config.url), direct=options.get("direct", "false") == "true", threads=threads)
