@@ -40,6 +40,7 @@ class ThreadedTransport(ABC):
         self._inbox: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
+        self._queued: set[int] = set()
         self._running: set[int] = set()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -73,6 +74,7 @@ class ThreadedTransport(ABC):
             if self._closed:
                 raise EnvError(f"transport {self.name} is closed")
             self._outstanding += len(ops)
+            self._queued.update(op.id for op in ops)
             wanted = min(self._capabilities.max_in_flight, self._outstanding)
             while len(self._threads) < wanted:
                 thread = threading.Thread(
@@ -97,7 +99,8 @@ class ThreadedTransport(ABC):
 
     def cancel(self, ids: Sequence[int]) -> None:
         with self._lock:
-            self._cancelled.update(ids)
+            # one that has ended stays ended: its id may be submitted again
+            self._cancelled.update(op_id for op_id in ids if op_id in self._queued or op_id in self._running)
             running = [op_id for op_id in ids if op_id in self._running]
         for op_id in running:
             self.interrupt(op_id)
@@ -127,6 +130,7 @@ class ThreadedTransport(ABC):
     def _run(self, op: Op) -> Completion:
         started = time.monotonic()
         with self._lock:
+            self._queued.discard(op.id)
             if self._closed or op.id in self._cancelled:
                 self._cancelled.discard(op.id)
                 return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0)
