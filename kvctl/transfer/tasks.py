@@ -1,0 +1,80 @@
+"""What the executor moves: tasks, the places they can be read from, and what was counted. Values only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvctl.memory.buffers import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes are: member index, key there, and the version they must have (None: any)."""
+
+    member: int
+    key: str
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Move `length` bytes at `offset` of an object. Any of `places` serves a read, best first; a write has one.
+
+    `buffer` None: the bytes land in a slot of the executor's arena, which is free again when `on_bytes`
+    returns. `on_bytes(task, view)` verifies and hands over, on a worker thread; an IntegrityError from it makes
+    the executor try another place. Lower `priority` first.
+    """
+
+    places: tuple[Place, ...]
+    offset: int
+    length: int
+    kind: Literal["read", "write"] = "read"
+    object_size: int | None = None
+    buffer: Buffer | None = None
+    buffer_offset: int = 0
+    on_bytes: Callable[[Task, memoryview], None] | None = None
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class RunStats:
+    """Exact counts of a run. `fetched` counts bytes of successful reads that were used; `hedged_bytes` those of
+    reads that were not. Seconds of wall time."""
+
+    tasks: int = 0
+    bytes: int = 0
+    requests: int = 0
+    retries: int = 0
+    hedges: int = 0
+    hedge_wins: int = 0
+    hedged_bytes: int = 0
+    seconds: float = 0.0
+    durations: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class StageClock:
+    """Busy seconds per stage (verify, copy, write, ..), added up over threads. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._busy: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            with self._lock:
+                self._busy[stage] = self._busy.get(stage, 0.0) + spent
+
+    def busy(self) -> Mapping[str, float]:
+        with self._lock:
+            return dict(self._busy)

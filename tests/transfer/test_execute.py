@@ -1,0 +1,343 @@
+"""The executor on real lanes (mem, file) and on lanes that fail in set ways."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvctl.core.addresses import parse_store
+from kvctl.core.cancel import CancelToken
+from kvctl.core.context import Context, RetryPolicy
+from kvctl.core.errors import (
+    IntegrityError,
+    InterruptedRunError,
+    KvctlError,
+    MemberDownError,
+    NotFoundError,
+    StalledError,
+    ThrottledError,
+    TransientError,
+    VersionChangedError,
+)
+from kvctl.memory.arena import Arena
+from kvctl.memory.buffers import HostBuffer
+from kvctl.transfer.execute import Executor
+from kvctl.transfer.lanes import Lane, open_lanes, open_member
+from kvctl.transfer.tasks import Place, Task
+from kvctl.transports.api import Capabilities, Op
+from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+
+QUICK = RetryPolicy(base=0.001, cap=0.01, stall_timeout=1.0)
+DATA = random.Random(7).randbytes(1 << 20)
+PIECE = 64 << 10
+
+
+def context(retry: RetryPolicy = QUICK) -> Context:
+    return Context(retry=retry)
+
+
+class Scripted(ThreadedTransport):
+    """Serves DATA; before each read it does what `script(op)` says: raises, sleeps or nothing."""
+
+    name = "scripted"
+
+    def __init__(self, script: object = None, in_flight: int = 4) -> None:
+        super().__init__(Capabilities(max_in_flight=in_flight))
+        self.script = script
+        self.seen: list[int] = []
+        self.release = threading.Event()
+
+    def perform(self, op: Op) -> int:
+        self.seen.append(op.offset)
+        if callable(self.script):
+            self.script(self, op)
+        op.view[:] = DATA[op.offset : op.offset + op.length]
+        return 1
+
+
+def lanes_of(*transports: Scripted, same_member: bool = False) -> list[Lane]:
+    return [Lane(0 if same_member else n, f"m{n}", "", transport) for n, transport in enumerate(transports)]
+
+
+def pieces(members: Sequence[int], buffer: HostBuffer | None, **more: object) -> list[Task]:
+    return [
+        Task(tuple(Place(m, "k") for m in members), at, PIECE, buffer=buffer, buffer_offset=at, **more)  # type: ignore[arg-type]  # test options
+        for at in range(0, len(DATA), PIECE)
+    ]
+
+
+def close(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.transport.close()
+
+
+def test_every_byte_lands_and_counts_are_exact() -> None:
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(), Scripted())
+    stats = Executor(lanes, context()).run(pieces([0, 1], buffer))
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    assert stats.tasks == stats.requests == len(DATA) // PIECE
+    assert stats.bytes == sum(lane.bytes for lane in lanes) == len(DATA)
+    assert (stats.retries, stats.hedges) == (0, 0)
+    buffer.close()
+
+
+@pytest.mark.parametrize("scheme", ["mem", "file"])
+def test_real_stores(scheme: str, tmp_path: Path) -> None:
+    urls = [f"mem://exec-{n}" if scheme == "mem" else str(tmp_path / str(n)) for n in range(3)]
+    members = [open_member(url, n, parse_store(url), context()) for n, url in enumerate(urls)]
+    for member in members:
+        member.store.put("k", DATA)
+    buffer = HostBuffer(len(DATA))
+    opened = open_lanes(members)
+    tasks = [
+        Task(
+            (Place(n % 3, "k", members[n % 3].store.stat("k").version),),
+            at,
+            PIECE,
+            object_size=len(DATA),
+            buffer=buffer,
+            buffer_offset=at,
+        )
+        for n, at in enumerate(range(0, len(DATA), PIECE))
+    ]
+    Executor(opened.lanes, context()).run(tasks)
+    opened.close()
+    assert bytes(buffer.view) == DATA
+    assert all(lane.bytes >= 5 * PIECE for lane in opened.lanes)
+    buffer.close()
+
+
+def test_only_the_failed_range_is_retried() -> None:
+    failed: set[int] = set()
+
+    def one_in_three(transport: Scripted, op: Op) -> None:
+        if op.offset // PIECE % 3 == 0 and op.offset not in failed:
+            failed.add(op.offset)
+            raise ThrottledError("slow down")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(one_in_three))
+    stats = Executor(lanes, context()).run(pieces([0], buffer))
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    assert stats.retries == len(failed) == 6
+    assert stats.requests == 16 + 6
+    buffer.close()
+
+
+def test_throttled_for_ever_gives_up_within_the_deadline_and_says_what_is_missing() -> None:
+    def always(transport: Scripted, op: Op) -> None:
+        raise ThrottledError("slow down")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(always))
+    with pytest.raises(ThrottledError, match="gave up") as caught:
+        Executor(lanes, context(RetryPolicy(0.001, 0.01, stall_timeout=0.2))).run(pieces([0], buffer))
+    close(lanes)
+    assert caught.value.exit_code == 6
+    assert caught.value.details["missing_bytes"] == len(DATA)
+    buffer.close()
+
+
+def test_a_hang_ends_after_the_stall_timeout() -> None:
+    def hang(transport: Scripted, op: Op) -> None:
+        while not transport.is_cancelled(op.id):
+            time.sleep(0.005)
+        raise OpCancelledError
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(hang))
+    with pytest.raises(StalledError):
+        Executor(lanes, context(RetryPolicy(stall_timeout=0.2))).run(pieces([0], buffer))
+    close(lanes)
+    buffer.close()
+
+
+def test_a_dead_member_with_replicas_is_reported_and_its_ranges_move() -> None:
+    def dead(transport: Scripted, op: Op) -> None:
+        raise MemberDownError("connection refused")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(dead), Scripted())
+    executor = Executor(lanes, context())
+    stats = executor.run(pieces([0, 1], buffer))
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    assert lanes[0].down
+    assert any("m0" in note and "down" in note for note in stats.notes)
+    assert lanes[1].bytes == len(DATA)
+    buffer.close()
+
+
+def test_a_missing_object_on_one_replica_is_read_from_the_other() -> None:
+    def missing(transport: Scripted, op: Op) -> None:
+        raise NotFoundError("no object k")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(missing), Scripted())
+    Executor(lanes, context()).run(pieces([0, 1], buffer))
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    buffer.close()
+
+
+@pytest.mark.parametrize("error", [NotFoundError("gone"), VersionChangedError("changed while loading")])
+def test_fatal_errors_end_the_run(error: KvctlError) -> None:
+    def fail(transport: Scripted, op: Op) -> None:
+        if op.offset == 3 * PIECE:
+            raise error
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(fail))
+    with pytest.raises(type(error)):
+        Executor(lanes, context()).run(pieces([0], buffer))
+    close(lanes)
+    buffer.close()
+
+
+def test_a_changed_object_fails_even_when_a_replica_has_the_old_one() -> None:
+    def changed(transport: Scripted, op: Op) -> None:
+        raise VersionChangedError("changed while loading")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(changed), Scripted(lambda t, o: time.sleep(0.01)))
+    with pytest.raises(VersionChangedError):
+        Executor(lanes, context()).run(pieces([0, 1], buffer))
+    close(lanes)
+    buffer.close()
+
+
+def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over() -> None:
+    def slow_once(transport: Scripted, op: Op) -> None:
+        if op.offset == 5 * PIECE:
+            while not transport.is_cancelled(op.id):
+                time.sleep(0.002)
+            op.view[:] = b"\xff" * op.length  # a late writer: must not be seen after the hand-over
+            raise OpCancelledError
+
+    handed: list[tuple[int, bytes]] = []
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(slow_once), Scripted(lambda t, o: time.sleep(0.001)))
+    tasks = pieces([0, 1], buffer, on_bytes=lambda task, view: handed.append((task.offset, bytes(view))))
+    stats = Executor(lanes, context()).run(tasks)
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    assert sorted(handed) == [(at, DATA[at : at + PIECE]) for at in range(0, len(DATA), PIECE)]
+    assert stats.hedge_wins <= stats.hedges
+    buffer.close()
+
+
+def test_corrupt_bytes_are_read_again_then_elsewhere() -> None:
+    def corrupt(transport: Scripted, op: Op) -> None:
+        return
+
+    seen: dict[int, int] = {}
+
+    def verify(task: Task, view: memoryview) -> None:
+        seen[task.offset] = seen.get(task.offset, 0) + 1
+        if task.offset == 0 and seen[0] <= 2:
+            raise IntegrityError("leaf 0 of k is wrong")
+        if bytes(view) != DATA[task.offset : task.offset + task.length]:
+            raise AssertionError("wrong bytes handed over")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(corrupt), Scripted())
+    stats = Executor(lanes, context(), hedge=False).run(pieces([0, 1], buffer, on_bytes=verify))
+    close(lanes)
+    assert seen[0] == 3
+    assert stats.retries == 2
+    buffer.close()
+
+
+def test_bytes_that_stay_corrupt_fail() -> None:
+    def verify(task: Task, view: memoryview) -> None:
+        raise IntegrityError("leaf 0 of k is wrong")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted())
+    with pytest.raises(IntegrityError):
+        Executor(lanes, context()).run(pieces([0], buffer, on_bytes=verify))
+    close(lanes)
+    buffer.close()
+
+
+def test_an_arena_bounds_memory_and_its_slots_are_reused() -> None:
+    got: dict[int, bytes] = {}
+    arena = Arena(2, PIECE)
+    lanes = lanes_of(Scripted())
+    tasks = pieces([0], None, on_bytes=lambda task, view: got.__setitem__(task.offset, bytes(view)))
+    Executor(lanes, context(), arena=arena).run(tasks)
+    close(lanes)
+    assert b"".join(got[at] for at in sorted(got)) == DATA
+    assert arena.take() is not None
+    assert arena.take() is not None
+    assert arena.take() is None
+    arena.close()
+
+
+def test_stop_drains_and_tells() -> None:
+    cancel = CancelToken()
+
+    def stop_at_three(transport: Scripted, op: Op) -> None:
+        if len(transport.seen) == 3:
+            cancel.request(2)
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(stop_at_three, in_flight=1))
+    with pytest.raises(InterruptedRunError) as caught:
+        Executor(lanes, Context(cancel=cancel, retry=QUICK)).run(pieces([0], buffer))
+    close(lanes)
+    assert caught.value.signum == 2
+    assert lanes[0].bytes == 3 * PIECE
+    buffer.close()
+
+
+def test_two_endpoints_one_slowed_to_a_crawl_holds_few_ranges() -> None:
+    """The slow one gets its first window and no more while the fast one does the rest."""
+    slow = Scripted(lambda t, o: time.sleep(0.3))
+    fast = Scripted()
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(slow, fast, same_member=True)
+    Executor(lanes, context()).run(pieces([0], buffer))
+    close(lanes)
+    assert bytes(buffer.view) == DATA
+    assert len(slow.seen) <= 2
+    buffer.close()
+
+
+def test_a_bug_in_a_transport_is_an_error_not_a_hang() -> None:
+    def bug(transport: Scripted, op: Op) -> None:
+        raise ZeroDivisionError
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Scripted(bug))
+    with pytest.raises(KvctlError, match="ZeroDivisionError"):
+        Executor(lanes, context()).run(pieces([0], buffer))
+    close(lanes)
+    buffer.close()
+
+
+def test_lower_priority_values_go_first() -> None:
+    transport = Scripted(in_flight=1)
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(transport)
+    tasks = [
+        Task((Place(0, "k"),), at, PIECE, buffer=buffer, buffer_offset=at, priority=-at)
+        for at in range(0, len(DATA), PIECE)
+    ]
+    Executor(lanes, context()).run(tasks)
+    close(lanes)
+    assert transport.seen == sorted(transport.seen, reverse=True)
+    buffer.close()
+
+
+def test_transient_is_the_only_retryable_class() -> None:
+    assert TransientError("x").retryable
+    assert not IntegrityError("x").retryable
