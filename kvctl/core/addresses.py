@@ -64,3 +64,117 @@ def parse_store(text: str, *, endpoints: tuple[str, ...] = (), options: Mapping[
     if scheme == "file":
         path = os.path.abspath(f"/{path.lstrip('/')}") if path.startswith("/") or not path else os.path.abspath(path)
     return StoreConfig(f"{scheme}://{path}", tuple(ways), merged)
+
+
+@dataclass(frozen=True, slots=True)
+class PathOrUrl:
+    """Weights outside a repo: a file, a folder, an S3 prefix."""
+
+    store: StoreConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RepoModel:
+    """`REPO:NAME[@VERSION]`; `repo` empty means the default repo (or `-r`)."""
+
+    repo: str
+    name: str
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`slot:NAME`: memory of the agent on this host."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """`peer://HOST/SLOT`: a slot of another host's agent."""
+
+    host: str
+    slot: str
+
+
+Weights = PathOrUrl | RepoModel | Slot | Peer
+
+_REPO_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+
+
+def parse_weights(text: str, *, endpoints: tuple[str, ...] = (), options: Mapping[str, str] | None = None) -> Weights:
+    """The one meaning of a weights address; `endpoints` and `options` apply to a store URL. A bare word is a
+    model of the default repo, never a path. Raises UsageError that says how to write what was meant.
+    """
+    if not text:
+        raise UsageError("an empty weights address", hint="see `kvctl help addresses`")
+    if text.startswith("peer://"):
+        host, _, slot = text.removeprefix("peer://").partition("/")
+        if not host or not slot or "@" in host:
+            raise UsageError(f"{text!r} is not peer://HOST/SLOT")
+        return Peer(host, slot)
+    if _SCHEME.match(text):
+        return PathOrUrl(parse_store(text, endpoints=endpoints, options=options))
+    if text.startswith(("/", "./", "../", "~")) or text in {".", ".."}:
+        return PathOrUrl(parse_store(os.path.expanduser(text)))
+    if re.match(r"^[A-Za-z]:[\\/]", text) or "\\" in text:
+        raise UsageError(
+            f"{text!r} looks like a Windows path",
+            hint="write a path with '/', starting with ./ or /",
+        )
+    head, colon, rest = text.partition(":")
+    if colon and head == "slot":
+        if not rest or "/" in rest:
+            raise UsageError(f"{text!r} is not slot:NAME")
+        return Slot(rest)
+    if colon and rest.startswith("/"):
+        raise UsageError(
+            f"{text!r} is neither a URL nor a model of a repo",
+            cause="a scheme needs '://', a model's name does not start with '/'",
+            hint=f"write {head}://{rest.lstrip('/')} or {head}:{rest.lstrip('/')}",
+        )
+    if colon and not _REPO_NAME.fullmatch(head):
+        raise UsageError(
+            f"{text!r} is ambiguous",
+            cause=f"{head!r} cannot be a repo's name",
+            hint=f"for a path write ./{text}; for a model REPO:NAME[@VERSION]",
+        )
+    if not colon:
+        head, rest = "", text
+        if "/" in text or text.endswith(".safetensors"):
+            raise UsageError(
+                f"{text!r} is ambiguous: a path or a model's name?",
+                hint=f"for a path write ./{text}; for a model REPO:NAME[@VERSION]",
+            )
+    name, at, version = rest.rpartition("@")
+    if not at:
+        name, version = rest, ""
+    if not name or (at and not version):
+        raise UsageError(f"{text!r} is not REPO:NAME[@VERSION]", hint="see `kvctl help addresses`")
+    return RepoModel(head, name, version or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where weights go. `kind` is 'none', 'dir', 'shm', 'slot' or 'engine'; `value` what follows the colon."""
+
+    kind: str
+    value: str = ""
+
+
+def parse_target(text: str) -> Target:
+    """`none`, `dir:PATH`, `shm:NAME`, `slot:NAME`, `engine:URL`. Raises UsageError."""
+    if text == "none":
+        return Target("none")
+    kind, colon, value = text.partition(":")
+    if not colon or kind not in {"dir", "shm", "slot", "engine"}:
+        path = text.startswith((".", "/", "~"))
+        raise UsageError(
+            f"{text!r} is not a target",
+            hint=f"write dir:{text}" if path else "one of none, dir:PATH, shm:NAME, slot:NAME, engine:URL",
+        )
+    if not value:
+        raise UsageError(f"{text!r} names nothing after the colon")
+    if kind == "engine" and "@" in urlsplit(value).netloc:
+        raise UsageError("an engine URL with credentials in it is refused")
+    return Target(kind, value)

@@ -1,0 +1,39 @@
+"""`kvctl report [last|ID]`, and how commands show and save theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvctl.cli.app import App, current
+from kvctl.cli.lazy import KvCommand
+from kvctl.cli.options import argument
+
+if TYPE_CHECKING:
+    from kvctl.transfer.report import Report
+
+
+@click.command("report", cls=KvCommand)
+@argument("ident", "'last', an ID, or a part of one.", metavar="[last|ID]", required=False, default="last")
+def command(ident: str) -> None:
+    """Show the report of the last run, or of one by its ID. The last 200 are kept."""
+    from kvctl.cli.reports import render
+    from kvctl.cli.state import load_report
+
+    app = current()
+    document = load_report(app.state_dir(), ident)
+    app.output.document(document["schema"], document, lambda: render(document))
+
+
+def show_report(app: App, report: Report) -> None:
+    """Save the report of a run and print it. Not being able to save it is a warning."""
+    from kvctl.cli.reports import render
+    from kvctl.cli.state import save_report
+
+    document = report.to_json()
+    try:
+        document["id"] = save_report(app.state_dir(), report.command, document)
+    except OSError as error:
+        app.output.warning(f"the report could not be saved: {error}")
+    app.output.document(document["schema"], document, lambda: render(document))

@@ -1,0 +1,59 @@
+"""Signals of a running command: the first SIGINT or SIGTERM asks it to stop in order, the second ends it; SIGUSR1
+prints where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from kvctl.cli.output import Output
+from kvctl.cli.progress import Quiet
+from kvctl.core.cancel import CancelToken
+
+# After the second signal: time for buffers and threads to notice before the process is ended for them.
+ABORT_SECONDS: Final = 1.0
+# After the first: what the drain may take on top of its own limit before it counts as hanging.
+GRACE_SECONDS: Final = 5.0
+
+
+def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
+    """Take over the signals for the rest of the process. Call from the main thread."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        first = not cancel.stopping
+        cancel.request(signum)
+        code = 128 + signum
+        if first:
+            output.status(
+                f"stopping: in-flight work drains (up to {cancel.drain_seconds:.0f} s), what is done stays; "
+                "the same signal again aborts at once"
+            )
+            _end_after(cancel.drain_seconds + GRACE_SECONDS, code)
+        else:
+            output.status("aborting")
+            _end_after(ABORT_SECONDS, code)
+
+    def show(signum: int, frame: FrameType | None) -> None:
+        output.status(progress.status())
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, show)
+
+
+def _end_after(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """The command to type to go on; running it again resumes."""
+    import shlex
+
+    return shlex.join(["kvctl", *argv])

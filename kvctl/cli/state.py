@@ -1,0 +1,97 @@
+"""Files kept between runs: reports and crash logs, under the state directory. Written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvctl.core.errors import KvctlError, NotFoundError
+from kvctl.core.redact import redact, redact_json
+
+KEPT_REPORTS: Final = 200
+KEPT_CRASHES: Final = 20
+
+
+def state_dir(environ: Mapping[str, str], configured: str | None = None) -> str:
+    """KVCTL_STATE_DIR, else the configured one, else the platform's state directory."""
+    named = environ.get("KVCTL_STATE_DIR") or configured
+    if named:
+        return os.path.abspath(os.path.expanduser(named))
+    import platformdirs
+
+    return platformdirs.user_state_dir("kvctl", appauthor=False)
+
+
+def new_id(kind: str) -> str:
+    """Sorts by time: '20261129T222301Z-load-weights-1f3a'."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{kind}-{secrets.token_hex(2)}"
+
+
+def save_report(folder: str, command: str, document: Mapping[str, Any]) -> str:  # Any: JSON
+    """The new report's ID. Raises OSError when the state directory cannot be written."""
+    ident = new_id(command.replace(" ", "-"))
+    _write(
+        os.path.join(folder, "reports"), f"{ident}.json", json.dumps(redact_json({**document, "id": ident}), indent=2)
+    )
+    _trim(os.path.join(folder, "reports"), ".json", KEPT_REPORTS)
+    return ident
+
+
+def load_report(folder: str, ident: str) -> dict[str, Any]:  # Any: JSON
+    """The report of an ID, of a part of one that fits only one, or 'last'. Raises NotFoundError."""
+    place = os.path.join(folder, "reports")
+    known = _names(place, ".json")
+    matches = (
+        known[-1:] if ident == "last" else [name for name in known if ident == name] or [n for n in known if ident in n]
+    )
+    if len(matches) != 1:
+        what = f"{len(matches)} reports have {ident!r} in their ID" if matches else f"no report {ident!r} is saved"
+        latest = ", ".join(reversed(known[-5:])) or "none"
+        raise NotFoundError(
+            what, cause=f"looked in {place}; latest: {latest}", hint="load-weights and push-weights save one each"
+        )
+    path = os.path.join(place, f"{matches[0]}.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            document: dict[str, Any] = json.load(file)
+    except (OSError, ValueError) as error:
+        raise KvctlError(f"report {matches[0]} cannot be read", cause=str(error)) from error
+    return document
+
+
+def save_crash(folder: str, text: str) -> tuple[str, str]:
+    """ID and path of a crash log."""
+    ident = new_id("crash")
+    path = _write(os.path.join(folder, "crashes"), f"{ident}.log", redact(text))
+    _trim(os.path.join(folder, "crashes"), ".log", KEPT_CRASHES)
+    return ident, path
+
+
+def _write(folder: str, name: str, text: str) -> str:
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, name)
+    temp = os.path.join(folder, f".{name}.{os.getpid()}")
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temp, path)
+    return path
+
+
+def _names(folder: str, suffix: str) -> list[str]:
+    try:
+        found = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name.removesuffix(suffix) for name in found if name.endswith(suffix) and not name.startswith("."))
+
+
+def _trim(folder: str, suffix: str, keep: int) -> None:
+    for name in _names(folder, suffix)[:-keep]:
+        with contextlib.suppress(FileNotFoundError):  # another run may have trimmed it
+            os.unlink(os.path.join(folder, name + suffix))

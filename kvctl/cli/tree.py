@@ -1,0 +1,117 @@
+"""The command tree as one table: names, one line of help each, and where the code is. Imports nothing, so that
+`kvctl --help` and completion know every command without loading one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Leaf(NamedTuple):
+    """A command; `target` is "module:attribute" of a click command, imported when it is invoked."""
+
+    name: str
+    summary: str
+    target: str
+
+
+class Branch(NamedTuple):
+    """A group of commands."""
+
+    name: str
+    summary: str
+    leaves: tuple[Leaf, ...]
+
+
+class Section(NamedTuple):
+    """A heading of `kvctl --help`."""
+
+    title: str
+    entries: tuple[Leaf | Branch, ...]
+
+
+_COMMANDS: Final = "kvctl.cli.commands"
+
+TREE: Final = (
+    Section(
+        "Weights",
+        (
+            Leaf(
+                "load-weights",
+                "Load a model's weights into memory, files or nothing, verified.",
+                f"{_COMMANDS}.load_weights:command",
+            ),
+            Leaf(
+                "push-weights",
+                "Store a model in a repo; what is there already is not sent.",
+                f"{_COMMANDS}.push_weights:command",
+            ),
+            Branch(
+                "models",
+                "List, inspect, verify, copy and remove models.",
+                (
+                    Leaf("ls", "List the models of a repo.", f"{_COMMANDS}.models:ls"),
+                    Leaf("inspect", "Show a model's files, tensors and digest.", f"{_COMMANDS}.models:inspect"),
+                    Leaf(
+                        "digest",
+                        "Digest a model's tensors into a sidecar that loads can require.",
+                        f"{_COMMANDS}.models:digest",
+                    ),
+                    Leaf("verify", "Read a model and check every digest.", f"{_COMMANDS}.models:verify"),
+                    Leaf("cp", "Copy a model to another repo.", f"{_COMMANDS}.models:cp"),
+                    Leaf("rm", "Remove models; gc frees their chunks later.", f"{_COMMANDS}.models:rm"),
+                ),
+            ),
+        ),
+    ),
+    Section(
+        "Storage",
+        (
+            Branch(
+                "repo",
+                "Make a repo over one or more stores and keep it right.",
+                (
+                    Leaf("init", "Make a repo over its member stores.", f"{_COMMANDS}.repo:init"),
+                    Leaf(
+                        "status", "Show members, what is at risk, and what cannot be read.", f"{_COMMANDS}.repo:status"
+                    ),
+                    Leaf("check", "Look for holes, orphans and damage.", f"{_COMMANDS}.repo:check"),
+                    Leaf(
+                        "repair",
+                        "Restore missing or damaged replicas; replace a dead member.",
+                        f"{_COMMANDS}.repo:repair",
+                    ),
+                    Leaf("rebalance", "Spread chunks over the members as they are now.", f"{_COMMANDS}.repo:rebalance"),
+                    Leaf("drain", "Move everything off a member.", f"{_COMMANDS}.repo:drain"),
+                    Leaf("gc", "Free what no model and no session uses.", f"{_COMMANDS}.repo:gc"),
+                    Leaf("stats", "Show sizes, and what models share.", f"{_COMMANDS}.repo:stats"),
+                ),
+            ),
+            Branch(
+                "transports",
+                "Show how bytes can move here.",
+                (
+                    Leaf("ls", "List stores and transports, with what they need.", f"{_COMMANDS}.transports:ls"),
+                    Leaf(
+                        "probe",
+                        "Say which transports can run here, and why others cannot.",
+                        f"{_COMMANDS}.transports:probe",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    Section(
+        "Help and records",
+        (
+            Leaf("report", "Show the report of the last run, or of one by its ID.", f"{_COMMANDS}.report:command"),
+            Branch(
+                "config",
+                "Look at the configuration.",
+                (Leaf("show", "Show every setting's value and where it comes from.", f"{_COMMANDS}.config:show"),),
+            ),
+            Leaf("help", "Show a help topic, or list them.", f"{_COMMANDS}.help:command"),
+            Leaf("completion", "Print the completion script of a shell.", f"{_COMMANDS}.completion:command"),
+        ),
+    ),
+)
