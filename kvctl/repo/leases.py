@@ -1,0 +1,257 @@
+"""Holds: chunk names that gc must leave alone for a while. Readers hold leases, writers hold intents.
+
+A hold is an object `<id>.json` on one member (any: gc reads all), and parts `<id>/<n>.json` with the names. It
+has an expiry by that member's clock, but a hold ends only when gc *closes* it by a conditional put. A holder that
+finds its hold still open therefore knows that no gc has ever left it out, whatever the clocks say.
+
+The rule that makes a held chunk safe: declare the name first, then read the condemned set. gc publishes that set
+before it reads holds for its last look, so either gc sees the hold or the holder sees the condemned name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from kvctl.core.errors import ConflictError, FormatError, MemberDownError, NotFoundError, TransientError
+from kvctl.repo.layout import INTENTS, LEASES
+from kvctl.repo.members import RepoMember
+
+if TYPE_CHECKING:
+    from kvctl.repo.repo import Repo
+
+TTL: Final = 6 * 3600.0
+SCHEMA: Final = "kvctl.hold/1"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldInfo:
+    """A hold as gc sees it: on which member, until when (that member's clock), what it names."""
+
+    member: RepoMember
+    key: str
+    version: str
+    label: str
+    expires: datetime
+    open: bool
+    names: frozenset[str]
+    parts: tuple[str, ...]
+
+
+class Hold:
+    """One hold of ours. Not thread-safe: its owner calls it."""
+
+    def __init__(self, member: RepoMember, prefix: str, hold_id: str, label: str, ttl: float) -> None:
+        self.member = member
+        self.id = hold_id
+        self.key = f"{prefix}{hold_id}.json"
+        self.names: set[str] = set()
+        self._prefix = prefix
+        self._label = label
+        self._ttl = ttl
+        self._version = ""
+        self._parts: list[str] = []
+        self._renewed = 0.0
+
+    @classmethod
+    def begin(cls, repo: Repo, prefix: str, label: str, *, ttl: float = TTL) -> Hold:
+        """A hold that names nothing yet, on the first member that takes it. `ttl` in seconds.
+
+        Raises MemberDownError when none does, AuthError with read-only credentials.
+        """
+        repo.format.check_can("write")
+        hold_id = secrets.token_hex(16)
+        problem: TransientError | None = None
+        for member in repo.up:
+            hold = cls(member, prefix, hold_id, label, ttl)
+            try:
+                hold._put(if_absent=True)
+            except ConflictError:
+                raise
+            except TransientError as error:
+                problem = error
+                continue
+            return hold
+        raise MemberDownError("no member of the repo takes a lease", cause=str(problem), hint="see `kvctl repo status`")
+
+    def _put(self, *, if_absent: bool = False, if_version: str | None = None) -> None:
+        started = time.monotonic()
+        expires = self.member.store.now() + timedelta(seconds=self._ttl)
+        document = _document(self.id, self._label, expires, "open")
+        info = self.member.store.put(self.key, document, if_absent=if_absent, if_version=if_version)
+        self._version = info.version
+        self._renewed = started
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Hold these names too, from the moment this returns. Raises TransientError when gc closed the hold."""
+        fresh = sorted(set(names) - self.names)
+        if fresh:
+            part = f"{self._prefix}{self.id}/{len(self._parts):06d}.json"
+            self.member.store.put(part, json.dumps({"names": fresh}).encode())
+            self._parts.append(part)
+            self.names.update(fresh)
+        self.keep()
+
+    def keep(self) -> None:
+        """Renew the hold when a third of its time is gone; cheap otherwise. Raises as `declare`."""
+        if time.monotonic() - self._renewed > self._ttl / 3:
+            self.renew()
+
+    def renew(self) -> None:
+        try:
+            self._put(if_version=self._version)
+        except (ConflictError, NotFoundError) as problem:
+            raise _lost(self._label, problem) from problem
+
+    def check_open(self) -> None:
+        """Raises TransientError when gc closed the hold: what it names may be gone."""
+        try:
+            document = _parse(self.member.store.get(self.key), self.key)
+        except NotFoundError as problem:
+            raise _lost(self._label, problem) from problem
+        if document["state"] != "open":
+            raise _lost(self._label, None)
+
+    def release(self) -> None:
+        """Give up the hold. Crashing half way leaves parts that gc sweeps."""
+        self.member.store.delete([self.key])
+        if self._parts:
+            self.member.store.delete(self._parts)
+
+
+def lease(repo: Repo, names: Iterable[str], label: str, *, ttl: float = TTL) -> Hold:
+    """A reader's lease on chunks, renewed by `keep`, given back by `release`.
+
+    Raises NotFoundError when some of them are condemned already: what named them was deleted. AuthError with
+    read-only credentials: such a reader goes unleased, and has the grace period.
+    """
+    from kvctl.repo.condemned import read_condemned
+
+    hold = Hold.begin(repo, LEASES, label, ttl=ttl)
+    try:
+        hold.declare(names)
+        gone = hold.names & read_condemned(repo).names.keys()
+        if gone:
+            raise NotFoundError(
+                f"{label} is being deleted",
+                cause=f"{len(gone)} of its {len(hold.names)} chunks are condemned by gc",
+                hint="push it again",
+            )
+    except BaseException:
+        hold.release()
+        raise
+    return hold
+
+
+def read_holds(repo: Repo, prefix: str) -> list[HoldInfo]:
+    """Every hold under `prefix` on the members that answer, open or closed."""
+    lists = repo.each(lambda member: _member_holds(member, prefix), repo.up)
+    return [hold for holds in lists for hold in holds]
+
+
+def _member_holds(member: RepoMember, prefix: str) -> list[HoldInfo]:
+    heads: dict[str, str] = {}
+    parts: dict[str, list[str]] = {}
+    for item in member.store.list(prefix):
+        rest = item.key.removeprefix(prefix)
+        if "/" in rest:
+            parts.setdefault(rest.partition("/")[0], []).append(item.key)
+        else:
+            heads[rest.removesuffix(".json")] = item.key
+    found = []
+    for hold_id in heads.keys() | parts.keys():
+        keys = tuple(sorted(parts.get(hold_id, ())))
+        key = heads.get(hold_id, f"{prefix}{hold_id}.json")
+        version, document = _head(member, key)
+        names: set[str] = set()
+        for part in keys if document["state"] == "open" else ():
+            try:
+                names.update(json.loads(member.store.get(part))["names"])
+            except NotFoundError:
+                continue  # released meanwhile: whatever it led to is committed already
+            except (ValueError, KeyError, TypeError) as problem:
+                raise FormatError(f"{part} on {member.name} is malformed", cause=str(problem)) from problem
+        expires = datetime.fromisoformat(document["expires"])
+        is_open = document["state"] == "open"
+        found.append(HoldInfo(member, key, version, document["label"], expires, is_open, frozenset(names), keys))
+    return found
+
+
+def _head(member: RepoMember, key: str) -> tuple[str, dict[str, str]]:
+    while True:
+        try:
+            version = member.store.stat(key).version
+            document = _parse(member.store.get(key), key)
+            if member.store.stat(key).version == version:
+                return version, document
+        except NotFoundError:
+            gone = {"state": "released", "expires": "1970-01-01T00:00:00+00:00", "label": ""}
+            return "", gone
+
+
+def close_hold(hold: HoldInfo) -> bool:
+    """End an expired hold. False when its owner renewed it meanwhile: it counts on."""
+    try:
+        document = _document(hold.key, hold.label, hold.expires, "closed")
+        hold.member.store.put(hold.key, document, if_version=hold.version)
+    except ConflictError:
+        return False
+    return True
+
+
+def sweep_hold(hold: HoldInfo) -> None:
+    """Remove what is left of a hold that is not open."""
+    hold.member.store.delete([hold.key, *hold.parts])
+
+
+def leased(repo: Repo, names: Sequence[str] | frozenset[str]) -> list[HoldInfo]:
+    """The readers' leases, open and not expired, that name any of `names`."""
+    wanted = frozenset(names)
+    return [
+        hold
+        for hold in read_holds(repo, LEASES)
+        if hold.open and hold.expires > hold.member.store.now() and hold.names & wanted
+    ]
+
+
+def _document(hold_id: str, label: str, expires: datetime, state: str) -> bytes:
+    # the nonce: two writers of the same words must not look like one (a lost answer is read back and compared)
+    document = {
+        "schema": SCHEMA, "id": hold_id, "label": label, "expires": expires.isoformat(), "state": state,
+        "nonce": secrets.token_hex(4),
+    }  # fmt: skip
+    return json.dumps(document).encode()
+
+
+def _parse(data: bytes, key: str) -> dict[str, str]:
+    try:
+        document = json.loads(data)
+        return {name: str(document[name]) for name in ("state", "expires", "label")}
+    except (ValueError, KeyError, TypeError) as problem:
+        raise FormatError(f"{key} is malformed", cause=str(problem)) from problem
+
+
+def _lost(label: str, problem: Exception | None) -> TransientError:
+    return TransientError(
+        f"the claim on the chunks of {label} ran out",
+        cause=str(problem) if problem else "gc closed it after it had expired",
+        hint="run it again; what is still there is not written twice",
+    )
+
+
+__all__ = [
+    "INTENTS",
+    "TTL",
+    "Hold",
+    "HoldInfo",
+    "close_hold",
+    "lease",
+    "leased",
+    "read_holds",
+    "sweep_hold",
+]

@@ -1,0 +1,238 @@
+"""Writing into a repo: declare, write chunks, commit a manifest. Interrupted anywhere, nothing half is visible,
+and running it again writes only what is missing.
+
+    push = Push.begin(repo, label)
+    have = push.find({digest: size, ..})       complete on all their replicas, and safe to rely on
+    refs = push.new_many({digest: size, ..})   declared before any byte is written
+    for ref in refs: write its bytes to push.targets(ref), then push.placed(ref, member)
+    push.commit(key, manifest)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, Self
+
+from kvctl.core.errors import (
+    ConflictError,
+    IntegrityError,
+    KvctlError,
+    MemberDownError,
+    NotFoundError,
+    TransientError,
+)
+from kvctl.repo import manifests
+from kvctl.repo.chunks import ChunkRef, name_of_key
+from kvctl.repo.condemned import read_condemned
+from kvctl.repo.layout import CHUNKS, INTENTS
+from kvctl.repo.leases import TTL, Hold
+from kvctl.repo.members import RepoMember
+from kvctl.transports.api import ObjectInfo
+
+if TYPE_CHECKING:
+    from kvctl.core.context import Context
+    from kvctl.repo.repo import Repo
+
+# Up to this many digests are looked up one by one, more by one list of all chunks.
+_FEW: Final = 32
+
+
+class Push:
+    """One writer's run. Calls come from one thread; the bytes may be written by others."""
+
+    def __init__(self, repo: Repo, hold: Hold, ctx: Context, *, allow_degraded: bool) -> None:
+        self.repo = repo
+        self.ctx = ctx
+        self._hold = hold
+        self._allow_degraded = allow_degraded
+        self._epoch = repo.format.epoch
+        self._present: dict[str, set[str]] = {}  # chunk name -> ids of members known to have it
+        self._partial: dict[str, ChunkRef] = {}
+        self._done = False
+
+    @classmethod
+    def begin(
+        cls, repo: Repo, label: str, ctx: Context | None = None, *, ttl: float = TTL, allow_degraded: bool = False
+    ) -> Push:
+        """Start a push; `label` says what of, for people. Its intent expires `ttl` seconds after its last sign of
+        life. `allow_degraded`: replicas whose member is down are left to `repair` instead of failing.
+        """
+        return cls(
+            repo,
+            Hold.begin(repo, INTENTS, label, ttl=ttl),
+            ctx or repo.ctx,
+            allow_degraded=allow_degraded,
+        )
+
+    @property
+    def id(self) -> str:
+        return self._hold.id
+
+    def find(self, wanted: Mapping[str, int] | Iterable[tuple[str, int]]) -> dict[str, ChunkRef]:
+        """Digest -> chunk for those (digest, size) that are complete on every replica and not condemned. They are
+        declared: gc leaves them alone until this push ends. Chunks that only some replicas have are remembered,
+        and completed by `new`.
+        """
+        sizes = dict(wanted)
+        while True:
+            before = read_condemned(self.repo)
+            whole, partial = self._look(sizes, set(before.names))
+            if not whole and not partial:
+                return {}
+            self._hold.declare(ref.name for ref in [*whole.values(), *partial.values()])
+            # an unchanged set: nothing was condemned, deleted and forgotten while we looked
+            if read_condemned(self.repo).seq == before.seq:
+                self._partial.update(partial)
+                return whole
+
+    def _look(self, sizes: Mapping[str, int], condemned: set[str]) -> tuple[dict[str, ChunkRef], dict[str, ChunkRef]]:
+        present: dict[str, set[str]] = {}
+        refs: dict[str, ChunkRef] = {}
+        for member, item in self._list(sizes):
+            name = name_of_key(item.key)
+            if name is None or name in condemned or sizes.get(name[:64]) != item.size:
+                continue
+            refs[name] = ChunkRef.parse(name, item.size)
+            present.setdefault(name, set()).add(member.id)
+        whole: dict[str, ChunkRef] = {}
+        partial: dict[str, ChunkRef] = {}
+        for name in sorted(refs):
+            ref = refs[name]
+            missing = {member.id for member in self.required(ref.digest)} - present[name]
+            target = partial if missing else whole
+            if ref.digest not in target:
+                target[ref.digest] = ref
+                self._present[name] = present[name]
+        return whole, {digest: ref for digest, ref in partial.items() if digest not in whole}
+
+    def _list(self, sizes: Mapping[str, int]) -> list[tuple[RepoMember, ObjectInfo]]:
+        if len(sizes) > _FEW:
+            lists = self.repo.each(lambda member: list(member.store.list(CHUNKS)), self.repo.up)
+            return [(member, item) for member, items in zip(self.repo.up, lists, strict=True) for item in items]
+        asks = [(member, digest) for digest in sizes for member in self.required(digest)]
+        found = self.repo.each(lambda ask: list(ask[0].store.list(f"{CHUNKS}{ask[1][:2]}/{ask[1]}.")), asks)
+        return [(ask[0], item) for ask, items in zip(asks, found, strict=True) for item in items]
+
+    def required(self, digest: str) -> list[RepoMember]:
+        """The members that must have the chunk. Raises MemberDownError when one of them is down, unless the
+        push may be degraded and another one is up.
+        """
+        members = self.repo.places(digest)
+        up = [member for member in members if member.down is None]
+        if len(up) < len(members) and not (self._allow_degraded and up):
+            down = next(member for member in members if member.down is not None)
+            raise MemberDownError(
+                f"cannot write all replicas: member {down.name} is down",
+                cause=str(down.down),
+                hint="bring it back, or replace it with `kvctl repo repair --replace`",
+            )
+        return up
+
+    def new(self, digest: str, size: int) -> ChunkRef:
+        """See `new_many`."""
+        return self.new_many({digest: size})[digest]
+
+    def new_many(self, wanted: Mapping[str, int] | Iterable[tuple[str, int]]) -> dict[str, ChunkRef]:
+        """Digest -> chunk to write, declared before this returns; one request for any number. A chunk that
+        `find` saw on some replicas is taken up again: `targets` names only the members that lack it.
+        """
+        refs: dict[str, ChunkRef] = {}
+        for digest, size in dict(wanted).items():
+            self.required(digest)
+            ref = self._partial.pop(digest, None) or ChunkRef.fresh(digest, size)
+            self._present.setdefault(ref.name, set())
+            refs[digest] = ref
+        self._hold.declare(ref.name for ref in refs.values())
+        return refs
+
+    def targets(self, ref: ChunkRef) -> list[RepoMember]:
+        """The members that still lack the chunk, as far as this push knows."""
+        have = self._present.get(ref.name, set())
+        return [member for member in self.required(ref.digest) if member.id not in have]
+
+    def placed(self, ref: ChunkRef, member: RepoMember) -> None:
+        """The chunk's bytes are durable on `member`."""
+        self._present.setdefault(ref.name, set()).add(member.id)
+
+    def keep(self) -> None:
+        """Sign of life for long writes; cheap. Raises TransientError when the push waited too long."""
+        self._hold.keep()
+
+    def commit(self, key: str, manifest: bytes, *, if_absent: bool = True, if_version: str | None = None) -> ObjectInfo:
+        """Make the manifest visible under `key`, and end the push. Everything it names is there and stays.
+
+        Raises ConflictError when `key` is taken by another manifest or gc condemned a chunk meanwhile,
+        IntegrityError when a chunk is missing or short, TransientError when the push was too slow for its intent
+        or the members changed: run it again. Nothing is visible after an error, except that a MemberDownError
+        or TransientError from the put itself leaves open whether it happened; the next run finds out.
+        """
+        refs = manifests.chunk_refs(manifests.parse(manifest, key), key)
+        stray = [ref.name for ref in refs if ref.name not in self._hold.names]
+        if stray:
+            raise IntegrityError(
+                f"manifest {key} names a chunk that this push neither found nor wrote",
+                cause=f"{stray[0]} ({len(stray)} of {len(refs)})",
+            )
+        if self.repo.format.epoch != self._epoch:
+            self._present.clear()
+            self._epoch = self.repo.format.epoch
+        self._check_present(refs)
+        gone = [ref.name for ref in refs if ref.name in read_condemned(self.repo).names]
+        if gone:
+            raise ConflictError(
+                f"gc condemned {len(gone)} of the {len(refs)} chunks of {key} during the push",
+                cause=gone[0],
+                hint="run it again: they are written anew",
+            )
+        self._hold.keep()
+        existed = self._exists(key, manifest)
+        info = self.repo.commit_meta(key, manifest, if_absent=if_absent and if_version is None, if_version=if_version)
+        try:
+            self._hold.check_open()
+        except TransientError:
+            if not existed:
+                self.repo.delete_meta(key)
+            raise
+        self._end()
+        return info
+
+    def _exists(self, key: str, manifest: bytes) -> bool:
+        try:
+            return self.repo.read_meta(key) == manifest
+        except NotFoundError:
+            return False
+
+    def _check_present(self, refs: Iterable[ChunkRef]) -> None:
+        asks = [(ref, member) for ref in refs for member in self.targets(ref)]
+
+        def size_of(ask: tuple[ChunkRef, RepoMember]) -> int | None:
+            try:
+                return ask[1].store.stat(ask[0].key).size
+            except NotFoundError:
+                return None
+
+        for (ref, member), size in zip(asks, self.repo.each(size_of, asks), strict=True):
+            if size != ref.size:
+                raise IntegrityError(
+                    f"chunk {ref.name} is not whole on member {member.name}",
+                    cause="it is missing" if size is None else f"{size} bytes, expected {ref.size}",
+                    hint="run the push again",
+                )
+            self.placed(ref, member)
+
+    def abort(self) -> None:
+        """End the push without a manifest; what it wrote is garbage for gc. Harmless after a commit."""
+        if not self._done:
+            self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        with contextlib.suppress(KvctlError):  # an intent that stays is closed and swept by gc
+            self._hold.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
