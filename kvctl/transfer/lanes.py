@@ -99,8 +99,9 @@ def open_lanes(
     memory_kind: str = "host",
     transport: str = "auto",
     options: Mapping[str, str] | None = None,
+    max_rate: int | None = None,
 ) -> LaneSet:
-    """A lane for each endpoint of each member. Raises UsageError or EnvError when the asked transport cannot
+    """A lane for each endpoint of each member, together no faster than `max_rate` bytes/s. Raises UsageError or EnvError when the asked transport cannot
     serve a member: nothing falls back silently."""
     lanes: list[Lane] = []
     choices: dict[str, Choice] = {}

@@ -1,0 +1,258 @@
+"""Loading: plan, move, verify, hand over. The use case behind `kvctl load-weights` and `kvctl.load_weights`.
+
+`plan_load` reads headers only; `run_load` moves the bytes. The loader knows runs and targets, not formats: sources
+turn themselves into runs (`kvctl.weights.planning`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvctl.core.context import Context
+from kvctl.core.errors import IntegrityError, InterruptedRunError, KvctlError
+from kvctl.core.units import MIB
+from kvctl.memory.arena import Arena
+from kvctl.memory.budget import staging_budget
+from kvctl.repo.chunks import digest_of, verify_leaves
+from kvctl.transfer.execute import Executor
+from kvctl.transfer.lanes import LaneSet, open_lanes
+from kvctl.transfer.report import Report, Verification
+from kvctl.transfer.summary import Stopwatch, cpu_share, fill
+from kvctl.transfer.tasks import StageClock, Task
+from kvctl.weights.planning import LoadPlan, Opened, open_weights
+from kvctl.weights.request import LoadRequest
+from kvctl.weights.runs import Run, gather, scatter
+from kvctl.weights.targets import Landing, Target, checksum_of, make_target, opened
+
+STAGING: Final = 256 * MIB
+
+
+def plan_load(request: LoadRequest, ctx: Context) -> LoadPlan:
+    """What a load would do, from headers alone. Raises every error that the source's headers give."""
+    with open_weights(request, ctx) as source:
+        return source.plan()
+
+
+def run_load(request: LoadRequest, ctx: Context) -> Report:
+    """Load into `request.into`. The report says what moved and what was verified; raises before any byte lands
+    when the source is not right.
+    """
+    report, _ = load_into(request, make_target(request.into), ctx)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load into memory gives: the plan (names and places of tensors) and the memory, now the caller's."""
+
+    plan: LoadPlan
+    landings: Sequence[Landing]
+
+
+def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Report, Loaded | None]:
+    """Load into a target; the second value is set when it keeps memory of this process."""
+    watch = Stopwatch()
+    report = Report("load-weights", source=request.address, target=target.name)
+    with open_weights(request, ctx) as source:
+        plan = source.plan()
+        report.metadata_bytes, report.requests = plan.metadata_bytes, plan.metadata_requests
+        report.tensors, report.tp, report.objects = len(plan.tensors), plan.tp_report(), plan.objects
+        report.notes.extend(plan.notes)
+        with opened(target):
+            if target.open(plan.outputs, plan.side_files, plan.fingerprint):
+                report.notes.append(f"{target.name} holds exactly this already: nothing was fetched")
+                report.verified = Verification("none", "what was there was compared by size only")
+                watch.ready()
+                watch.stop(report)
+                return report, None
+            landings = target.landings
+            loading = _Loading(request, source, plan, target, report, ctx)
+            try:
+                loading.move(watch)
+            finally:
+                loading.release()
+            target.publish()
+    watch.stop(report)
+    report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
+    return report, (Loaded(plan, landings) if landings is not None else None)
+
+
+class _Loading:
+    """One run of the executor over a plan's runs."""
+
+    def __init__(
+        self, request: LoadRequest, source: Opened, plan: LoadPlan, target: Target, report: Report, ctx: Context
+    ) -> None:
+        self.request = request
+        self.source = source
+        self.plan = plan
+        self.target = target
+        self.report = report
+        self.ctx = ctx
+        self.clock = StageClock()
+        self.data = [landing.buffer.view[landing.data_start :] for landing in target.landings or ()]
+        self.verified_bytes = 0
+        self.digested_bytes = 0
+
+    def move(self, watch: Stopwatch) -> None:
+        report, plan = self.report, self.plan
+        lanes = open_lanes(
+            self.source.members,
+            transport=self.request.transport,
+            options=self.request.transport_options,
+            max_rate=self.request.max_rate,
+        )
+        workers = min(4, os.cpu_count() or 1)
+        arena: Arena | None = None
+        try:
+            runs = self._still_to_do()
+            staged = [run for run in runs.values() if self._staged(run)]
+            if staged:
+                arena = self._arena(lanes, max(run.length for run in staged))
+            tasks = [self._task(number, run) for number, run in runs.items()]
+            watch.ready()
+            self.ctx.progress.begin("loading", sum(run.length for run in runs.values()))
+            executor = Executor(
+                lanes.lanes,
+                self.ctx,
+                arena=arena,
+                budget=self.request.max_in_flight_bytes,
+                hedge=self.request.hedge,
+                finishers=workers,
+            )
+            try:
+                executor.run(tasks)
+            except InterruptedRunError as stop:
+                stop.hint = stop.hint or "run the same command again: it resumes from what has landed"
+                raise
+            finally:
+                fill(report, executor.stats, lanes, self.clock.busy(), workers)
+        finally:
+            self.ctx.progress.end()
+            lanes.close()
+            if arena is not None:
+                arena.close()
+        done = executor.stats.bytes
+        report.fetched = done
+        report.needed = sum(run.needed for run in runs.values())
+        report.bytes = plan.needed_bytes
+        report.misaligned_bytes = sum(run.length for run in staged if self.target.landings is not None)
+        report.verified = self._verification()
+
+    def release(self) -> None:
+        """Views of the target's memory end before the target closes it."""
+        for view in self.data:
+            view.release()
+
+    def _staged(self, run: Run) -> bool:
+        return run.dest is None or self.target.landings is None
+
+    def _arena(self, lanes: LaneSet, longest: int) -> Arena:
+        in_flight = sum(lane.max_window for lane in lanes.lanes) + 4
+        wanted = self.request.max_in_flight_bytes or STAGING
+        slots = max(2, min(in_flight, staging_budget(wanted) // longest))
+        return Arena(slots, longest)
+
+    def _task(self, number: int, run: Run) -> Task:
+        landings = self.target.landings
+        checks = run.leaves is not None and self.request.verify != "none"
+        finish = checks or self._staged(run) or not self._forgets
+
+        def on_bytes(_: Task, view: memoryview) -> None:
+            self._land(number, run, view)
+
+        if self._staged(run):
+            return Task(
+                run.places, run.offset, run.length, object_size=run.object_size, on_bytes=on_bytes if finish else None
+            )
+        assert landings is not None
+        assert run.dest is not None
+        landing = landings[run.output]
+        return Task(
+            run.places,
+            run.offset,
+            run.length,
+            object_size=run.object_size,
+            buffer=landing.buffer,
+            buffer_offset=landing.data_start + run.dest,
+            on_bytes=on_bytes if finish else None,
+        )
+
+    @property
+    def _forgets(self) -> bool:
+        return self.target.name in {"none", "memory"}
+
+    def _land(self, number: int, run: Run, view: memoryview) -> None:
+        """Verify what arrived, put it where it belongs, note it. On a finisher thread."""
+        self._verify(run, view)
+        if self.data and run.dest is None:
+            with self.clock.timed("copy"):
+                scatter(view, run.pieces, self.data)
+        if not self._forgets:
+            self.target.record(number, checksum_of(view))
+
+    def _verify(self, run: Run, view: memoryview) -> None:
+        if run.leaves is None or self.request.verify == "none":
+            return
+        with self.clock.timed("verify"):
+            try:
+                verify_leaves(view, run.leaves.start, run.leaves.table)
+                if self.request.verify == "full" and run.leaves.digest:
+                    check_digest(run, view)
+                    self.digested_bytes += run.length
+            except KvctlError as error:
+                error.details.setdefault("key", run.places[0].key)
+                error.what = f"{run.places[0].key}: {error.what}"
+                raise
+        self.verified_bytes += run.length
+
+    def _still_to_do(self) -> dict[int, Run]:
+        """Runs that have not landed. What the journal names is compared with what the target holds: after a power
+        loss a journal may be ahead of its data.
+        """
+        left: dict[int, Run] = {}
+        scratch = bytearray()
+        for number, run in enumerate(self.plan.runs):
+            noted = self.target.landed(number)
+            if noted is None or not self.data:
+                left[number] = run
+                continue
+            if run.dest is not None:
+                here = self.data[run.output][run.dest : run.dest + run.length]
+            elif sum(piece.nbytes for piece in run.pieces) == run.length:
+                if len(scratch) < run.length:
+                    scratch = bytearray(run.length)
+                here = memoryview(scratch)[: run.length]
+                gather(self.data, run.pieces, here)
+            else:
+                left[number] = run
+                continue
+            if checksum_of(here) != noted:
+                left[number] = run
+        if len(left) < len(self.plan.runs):
+            resumed = sum(run.length for number, run in enumerate(self.plan.runs) if number not in left)
+            self.report.notes.append(f"resumed: {resumed} bytes had landed before")
+            self.report.extra["resumed_bytes"] = resumed
+        return left
+
+    def _verification(self) -> Verification:
+        total = sum(run.length for run in self.plan.runs)
+        if self.request.verify == "none":
+            return Verification("none", "--verify none")
+        if not self.verified_bytes and total:
+            return Verification("none", self.plan.unverified_because or "nothing had to be fetched")
+        if self.request.verify == "full" and self.digested_bytes == self.verified_bytes:
+            return Verification("full", "", self.verified_bytes)
+        why = "parts of chunks were read: their digests need the whole chunk" if self.request.verify == "full" else ""
+        return Verification("leaves", why, self.verified_bytes)
+
+
+def check_digest(run: Run, view: memoryview) -> None:
+    """Raises IntegrityError when a whole chunk's bytes do not have its digest."""
+    assert run.leaves is not None
+    got = digest_of(view)
+    if got != run.leaves.digest:
+        raise IntegrityError("a chunk's digest is wrong", cause=f"BLAKE3 {got}, expected {run.leaves.digest}")

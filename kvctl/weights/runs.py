@@ -1,0 +1,105 @@
+"""Runs: what the loader moves. A run is one ranged read and where its bytes go. Values only.
+
+Every kind of source (plain files, a repo's chunks) and every slice is turned into runs over the same output files;
+the loader knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvctl.transfer.tasks import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`rows` rows of `row_bytes` each: from `source` in the run's bytes, `source_stride` apart, to `dest` in the
+    data section of output file `output`, `dest_stride` apart. Bytes. One row: a plain copy.
+    """
+
+    output: int
+    source: int
+    dest: int
+    row_bytes: int
+    rows: int = 1
+    source_stride: int = 0
+    dest_stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.row_bytes * self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """How to verify a run: the leaf table (u64 LE per leaf) of the thing it is a part of, and the run's offset
+    there, a multiple of the leaf size. `digest`: BLAKE3-256 of the run's bytes where it is a whole chunk.
+    """
+
+    table: memoryview
+    start: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Read `length` bytes at `offset` of an object of `object_size` bytes, from any of `places`.
+
+    `dest` set: the bytes are the data section of output file `output` at `dest`, in place. Else `pieces` say where
+    they go (to several ranks' files, where those share a read).
+    `needed`: bytes of it that the load asked for (the rest is leaf rounding or strided over-fetch).
+    """
+
+    places: tuple[Place, ...]
+    object_size: int
+    offset: int
+    length: int
+    needed: int
+    output: int = 0
+    dest: int | None = None
+    pieces: tuple[Piece, ...] = ()
+    leaves: Leaves | None = None
+
+
+def scatter(run_bytes: memoryview, pieces: Sequence[Piece], outputs: Sequence[memoryview]) -> None:
+    """Copy each piece to its place in the data sections `outputs`."""
+    for piece in pieces:
+        data = outputs[piece.output]
+        if piece.rows == 1 or piece.source_stride == piece.dest_stride == piece.row_bytes:
+            total = piece.nbytes
+            data[piece.dest : piece.dest + total] = run_bytes[piece.source : piece.source + total]
+        else:
+            _copy_rows(run_bytes, piece, data, to_data=True)
+
+
+def gather(outputs: Sequence[memoryview], pieces: Sequence[Piece], run_bytes: memoryview) -> None:
+    """The inverse of `scatter`: fill the run's bytes from the data sections `outputs`."""
+    for piece in pieces:
+        data = outputs[piece.output]
+        if piece.rows == 1 or piece.source_stride == piece.dest_stride == piece.row_bytes:
+            total = piece.nbytes
+            run_bytes[piece.source : piece.source + total] = data[piece.dest : piece.dest + total]
+        else:
+            _copy_rows(run_bytes, piece, data, to_data=False)
+
+
+def _copy_rows(run_bytes: memoryview, piece: Piece, data: memoryview, *, to_data: bool) -> None:
+    """Row by row: a row is KiB, so the interpreter costs little against the copy."""
+    size, here, there = piece.row_bytes, piece.source, piece.dest
+    for _ in range(piece.rows):
+        if to_data:
+            data[there : there + size] = run_bytes[here : here + size]
+        else:
+            run_bytes[here : here + size] = data[there : there + size]
+        here += piece.source_stride
+        there += piece.dest_stride
+
+
+def interleave(queues: Sequence[Sequence[Run]]) -> list[Run]:
+    """Round-robin over the queues (files, members), so that all of them stay busy from the first request on."""
+    order: list[Run] = []
+    longest = max((len(queue) for queue in queues), default=0)
+    for position in range(longest):
+        order.extend(queue[position] for queue in queues if position < len(queue))
+    return order
