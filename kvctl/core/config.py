@@ -103,7 +103,7 @@ class Config:
         spec = SETTINGS[name]
         text = environ.get(spec.variable)
         if text:
-            return Setting(_from_text(spec, text), "environment", f"environment {spec.variable}")
+            return Setting(_from_variable(spec, text), "environment", f"environment {spec.variable}")
         return self.values.get(name) or Setting(spec.default, "default", "default")
 
     def repo(self, name: str) -> RepoConfig:
@@ -361,7 +361,7 @@ def _from_toml(file: _File, spec: SettingSpec, value: object) -> object:
     if spec.kind == "int" or not isinstance(value, str):
         raise file.fail(key, f"must be {_KIND_WORDS[spec.kind]}, not {_named(value)}")
     try:
-        return _from_text(spec, value)
+        return _parse(spec, value)
     except UsageError as error:
         raise file.fail(key, f"= {value!r}: {error.what}", hint=error.hint) from error
 
@@ -374,14 +374,11 @@ _KIND_WORDS: Final[Mapping[str, str]] = {
 }
 
 
-def _from_text(spec: SettingSpec, text: str) -> object:
-    """A variable's or a file's text as the setting's type. Raises ConfigError."""
+def _from_variable(spec: SettingSpec, text: str) -> object:
     try:
         return _parse(spec, text)
-    except ConfigError:
-        raise
     except UsageError as error:
-        raise ConfigError(f"{spec.variable} or {spec.name}: {error.what}", hint=error.hint) from error
+        raise ConfigError(f"environment {spec.variable}: {error.what}", hint=error.hint) from error
 
 
 def _parse(spec: SettingSpec, text: str) -> object:

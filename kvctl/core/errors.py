@@ -1,7 +1,7 @@
 """Every error that kvctl raises on purpose, one tree.
 
     KvctlError                 1   failure (a bug of ours when nothing more precise fits)
-    ├── UsageError             2   wrong arguments
+    ├── UsageError             2   wrong arguments or configuration
     │   └── ConfigError        2   wrong configuration
     ├── PartialError           3   partial result, or a budget missed
     ├── NotFoundError          4   a name, key or glob matches nothing
