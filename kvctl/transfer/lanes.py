@@ -100,8 +100,10 @@ def open_lanes(
     transport: str = "auto",
     options: Mapping[str, str] | None = None,
     max_rate: int | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> LaneSet:
-    """A lane for each endpoint of each member, together no faster than `max_rate` bytes/s. Raises UsageError or EnvError when the asked transport cannot
+    """A lane for each endpoint of each member, together no faster than `max_rate` bytes/s. `failed`: transports
+    that failed in this run, passed over now. Raises UsageError or EnvError when the asked transport cannot
     serve a member: nothing falls back silently."""
     lanes: list[Lane] = []
     choices: dict[str, Choice] = {}
@@ -109,7 +111,7 @@ def open_lanes(
         for member in members:
             scheme = member.config.scheme
             if scheme not in choices:
-                choices[scheme] = choose(scheme, memory_kind, transport)
+                choices[scheme] = choose(scheme, memory_kind, transport, failed=failed)
             opened = open_transports(member.config, member.store, choices[scheme], options)
             names = member.config.endpoints or ("",)
             for endpoint, way in zip(names, opened, strict=True):

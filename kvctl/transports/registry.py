@@ -155,7 +155,7 @@ def choose(scheme: str, memory_kind: str, name: str = "auto") -> Choice:
     for spec in sorted(specs.values(), key=lambda item: (-item.rank, item.name)):
         if spec.schemes and scheme not in spec.schemes:
             continue
-        refusal = _refusal(spec, scheme, memory_kind)
+        refusal = _refusal(spec, scheme, memory_kind) or (failed or {}).get(spec.name, "")
         if not refusal:
             result = probe(spec)
             refusal = "" if result.available else result.reason

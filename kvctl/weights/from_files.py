@@ -20,8 +20,7 @@ class PlainModel(Opened):
 
     def __init__(self, request: LoadRequest, ctx: Context) -> None:
         self.request = request
-        config = request.store or parse_store(request.address)
-        config, prefix = split_source(config)
+        config, prefix = split_source(parse_store(request.address))
         member = open_member(config.url, 0, config, ctx)
         self.members: tuple[Member, ...] = (member,)
         try:

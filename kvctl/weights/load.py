@@ -7,12 +7,12 @@ turn themselves into runs (`kvctl.weights.planning`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvctl.core.context import Context
-from kvctl.core.errors import IntegrityError, InterruptedRunError, KvctlError
+from kvctl.core.errors import EnvError, IntegrityError, InterruptedRunError, KvctlError, TransientError
 from kvctl.core.units import MIB
 from kvctl.memory.arena import Arena
 from kvctl.memory.budget import staging_budget
@@ -22,6 +22,7 @@ from kvctl.transfer.lanes import LaneSet, open_lanes
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import StageClock, Task
+from kvctl.transports.registry import choose
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, gather, scatter
@@ -98,13 +99,41 @@ class _Loading:
         self.digested_bytes = 0
 
     def move(self, watch: Stopwatch) -> None:
+        """Move everything; with `fallback` over the next transport when one fails, and the report says so."""
+        failed: dict[str, str] = {}
+        while True:
+            name = "auto" if failed else self.request.transport
+            lanes = open_lanes(
+                self.source.members,
+                transport=name,
+                options={} if failed else self.request.transport_options,
+                max_rate=self.request.max_rate,
+                failed=failed,
+            )
+            try:
+                self._attempt(lanes, watch)
+            except (EnvError, TransientError) as error:
+                if not self.request.fallback:
+                    raise
+                failed.update((choice.spec.name, f"it failed: {error}") for choice in lanes.choices)
+                if not self._another(lanes, failed):
+                    raise
+                self.ctx.progress.note(f"falling back from {', '.join(failed)}: {error}")
+                continue
+            for entry in self.report.transport:
+                entry.fallback = "; ".join(f"{name}: {why}" for name, why in failed.items())
+            return
+
+    def _another(self, lanes: LaneSet, failed: Mapping[str, str]) -> bool:
+        try:
+            for member in self.source.members:
+                choose(member.config.scheme, "host", failed=failed)
+        except EnvError:
+            return False
+        return bool(lanes.choices)
+
+    def _attempt(self, lanes: LaneSet, watch: Stopwatch) -> None:
         report, plan = self.report, self.plan
-        lanes = open_lanes(
-            self.source.members,
-            transport=self.request.transport,
-            options=self.request.transport_options,
-            max_rate=self.request.max_rate,
-        )
         workers = min(4, os.cpu_count() or 1)
         arena: Arena | None = None
         try:

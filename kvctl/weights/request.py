@@ -16,7 +16,6 @@ class LoadRequest:
 
     address: str
     repo: tuple[StoreConfig, ...] | None = None
-    store: StoreConfig | None = None
     version: str | None = None
     tp_rank: int | None = None
     tp_size: int = 1
@@ -29,4 +28,5 @@ class LoadRequest:
     max_in_flight_bytes: int | None = None
     max_rate: int | None = None
     hedge: bool = True
+    fallback: bool = False
     digests: str | None = None
