@@ -151,5 +151,14 @@ class ThreadedTransport(ABC):
             with self._lock:
                 self._running.discard(op.id)
                 self._cancelled.discard(op.id)
+        if error is not None:
+            _forget_frames(error)
         moved = op.length if status is Status.DONE else 0
         return Completion(op.id, status, moved, error, started, time.monotonic(), requests)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Tracebacks keep the frames' locals, and so views of the buffer, alive for as long as the error is."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

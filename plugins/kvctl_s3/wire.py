@@ -1,0 +1,240 @@
+"""One persistent HTTP/1.1 connection whose bodies go straight between the socket and the caller's memory.
+
+Plain sockets are blocking with kernel timeouts, so that one `recv` with MSG_WAITALL can take megabytes without
+going back through the interpreter. TLS goes through `ssl`, record by record. Knows nothing of S3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.message
+import http.client
+import io
+import re
+import socket
+import ssl
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+_HEAD_PEEK: Final = 4096
+_HEAD_LIMIT: Final = 65536
+_TLS_WRITE: Final = 1 << 20  # a TLS write counts against the timeout as a whole: keep it short
+_STATUS: Final = re.compile(rb"^HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?$")
+
+
+class ProtocolError(Exception):
+    """The server's answer is not HTTP, or not in a form that can be checked."""
+
+
+class ClosedError(ConnectionError):
+    """The server ended the connection. `before_answer`: no byte of an answer had come."""
+
+    def __init__(self, message: str, *, before_answer: bool) -> None:
+        super().__init__(message)
+        self.before_answer = before_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of an answer, and the first bytes of the body that came with it."""
+
+    status: int
+    headers: email.message.Message
+    rest: bytes
+
+    def get(self, name: str) -> str | None:
+        value: str | None = self.headers.get(name)
+        return value
+
+    @property
+    def content_length(self) -> int | None:
+        """None where the length is not said. Raises ProtocolError for two lengths or a malformed one."""
+        found = set(self.headers.get_all("content-length", []))
+        if not found:
+            return None
+        if len(found) > 1:
+            raise ProtocolError(f"two lengths: {', '.join(sorted(found))}")
+        value = str(found.pop()).strip()
+        if not value.isascii() or not value.isdigit():
+            raise ProtocolError(f"Content-Length: {value[:40]!r}")
+        return int(value)
+
+    @property
+    def chunked(self) -> bool:
+        return "transfer-encoding" in self.headers
+
+    @property
+    def keep_alive(self) -> bool:
+        return (self.get("connection") or "").lower() != "close"
+
+
+class Connection:
+    """Not thread-safe, but for `shutdown`, which another thread may call to end a blocked call."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None,
+        connect_timeout: float,
+        timeout: float,
+        receive_buffer: int = 0,
+    ) -> None:
+        """Connects. Raises OSError (refused, unreachable, timed out, name unknown) or ssl.SSLError."""
+        # RFC 6761: names under .localhost are this host, which resolvers do not always know
+        raw = socket.create_connection(("localhost" if host.endswith(".localhost") else host, port), connect_timeout)
+        self.interrupted = False
+        self._raw = raw
+        self._tls: ssl.SSLSocket | None = None
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if receive_buffer:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            if tls is not None:
+                self._tls = tls.wrap_socket(raw, server_hostname=host)
+                self._tls.settimeout(timeout)
+                self._raw = self._tls
+            else:
+                span = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
+                raw.settimeout(None)
+        except BaseException:
+            raw.close()
+            raise
+
+    def is_stale(self) -> bool:
+        """Whether the idle connection was closed, or holds bytes that belong to no answer."""
+        if self._tls is not None:
+            return self._tls.pending() > 0  # session tickets sit in the socket and are no staleness
+        try:
+            self._raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def send(self, head: bytes, body: memoryview | None = None) -> None:
+        """The request: `head` as it is, then `body` out of its own memory. Raises OSError."""
+        try:
+            self._send(head, body)
+        except ConnectionError as problem:
+            raise ClosedError(str(problem), before_answer=True) from problem
+
+    def _send(self, head: bytes, body: memoryview | None) -> None:
+        self._raw.sendall(head)
+        if body is None:
+            return
+        if self._tls is None:
+            self._raw.sendall(body)
+            return
+        for start in range(0, len(body), _TLS_WRITE):
+            self._raw.sendall(body[start : start + _TLS_WRITE])
+
+    def read_head(self) -> Head:
+        """The head of the answer; interim answers (1xx) are skipped. Raises OSError or ProtocolError."""
+        data = b""
+        while True:
+            # a small first receive: what it takes of the body has to be copied
+            while (end := data.find(b"\r\n\r\n")) < 0:
+                if len(data) > _HEAD_LIMIT:
+                    raise ProtocolError(f"an answer with more than {_HEAD_LIMIT} bytes of headers")
+                try:
+                    more = self._raw.recv(_HEAD_PEEK)
+                except ConnectionError as problem:
+                    raise ClosedError(str(problem), before_answer=not data) from problem
+                if not more:
+                    raise ClosedError("the server closed the connection", before_answer=not data)
+                data += more
+            head = _parse_head(data[:end], data[end + 4 :])
+            if not 100 <= head.status < 200:
+                return head
+            data = head.rest
+
+    def read_body(self, head: Head, view: memoryview) -> int:
+        """Fill `view` with the body; the number of bytes that came, fewer only when the server ended it."""
+        got = min(len(head.rest), len(view))
+        view[:got] = head.rest[:got]
+        total = len(view)
+        while got < total:
+            if self._tls is None:
+                count = self._raw.recv_into(view[got:], total - got, socket.MSG_WAITALL)
+            else:
+                count = self._raw.recv_into(view[got:], total - got)
+            if count == 0:
+                break
+            got += count
+        return got
+
+    def read_small(self, head: Head, limit: int = 65536) -> bytes | None:
+        """The whole body of an error answer, of any framing; None when it is longer than `limit`."""
+        if head.chunked:
+            return self._read_chunked(head.rest, limit)
+        length = head.content_length
+        if length is None:
+            return self._read_until_closed(head.rest, limit)
+        if length > limit:
+            return None
+        body = bytearray(length)
+        return bytes(body[: self.read_body(head, memoryview(body))])
+
+    def _read_until_closed(self, data: bytes, limit: int) -> bytes | None:
+        while len(data) <= limit:
+            more = self._raw.recv(_HEAD_PEEK)
+            if not more:
+                return data
+            data += more
+        return None
+
+    def _read_chunked(self, data: bytes, limit: int) -> bytes | None:
+        body = b""
+        while True:
+            while b"\r\n" not in data:
+                data = self._more(data)
+            line, _, data = data.partition(b"\r\n")
+            try:
+                size = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise ProtocolError("a malformed chunked answer") from None
+            if len(body) + size > limit:
+                return None
+            while len(data) < size + 2:
+                data = self._more(data)
+            if size == 0:
+                return body
+            body += data[:size]
+            data = data[size + 2 :]
+
+    def _more(self, data: bytes) -> bytes:
+        more = self._raw.recv(_HEAD_PEEK)
+        if not more:
+            raise ClosedError("the server closed the connection", before_answer=False)
+        return data + more
+
+    def shutdown(self) -> None:
+        """End whatever call is blocked on this connection; it is of no use afterwards."""
+        self.interrupted = True
+        with contextlib.suppress(OSError):
+            # the raw socket's own method: SSLSocket.shutdown would pull the TLS state from under the other thread
+            socket.socket.shutdown(self._raw, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._raw.close()
+
+
+def _parse_head(head: bytes, rest: bytes) -> Head:
+    line, _, fields = head.partition(b"\r\n")
+    match = _STATUS.match(line)
+    if match is None:
+        raise ProtocolError(f"an answer that begins with {line[:40]!r}")
+    try:
+        headers = http.client.parse_headers(io.BytesIO(fields + b"\r\n\r\n"))
+    except http.client.HTTPException as problem:
+        raise ProtocolError(f"malformed headers ({problem})") from problem
+    if headers.defects:
+        raise ProtocolError(f"malformed headers ({type(headers.defects[0]).__name__})")
+    return Head(int(match.group(1)), headers, rest)
