@@ -133,9 +133,7 @@ def probe(spec: TransportSpec) -> Probe:
 
 def choose(scheme: str, memory_kind: str, name: str = "auto", *, failed: Mapping[str, str] | None = None) -> Choice:
     """The transport for a store's scheme and a memory kind. Raises UsageError or EnvError, never falls back
-    from a name that was asked for.
-     `failed`: transports that failed in this run, and
-    why; they are passed over.
+    from a name that was asked for. `failed`: transports that failed in this run and why; they are passed over.
     """
     specs = transport_specs()
     if name != "auto":
