@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import EnvError, UsageError
+from kvctl.memory import cuda
 from kvctl.transfer.report import Report
 from kvctl.weights.dtypes import DTYPES, torch_shape
 from kvctl.weights.load import Loaded, load_into, plan_load
 from kvctl.weights.planning import LoadedTensor, LoadPlan
 from kvctl.weights.request import LoadRequest
-from kvctl.weights.targets import MemoryTarget
+from kvctl.weights.targets import Landing, MemoryTarget
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,7 @@ def _tensors(loaded: Loaded, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     except ImportError as error:
         raise EnvError("tensors need torch", cause=str(error), hint="pip install 'kvctl[torch]'") from error
 
+    memory: dict[int, torch.Tensor] = {}
     for tensor in loaded.plan.tensors:
         landing = loaded.landings[tensor.output]
         start = landing.data_start + tensor.start
@@ -141,9 +143,19 @@ def _tensors(loaded: Loaded, device: str) -> Iterator[tuple[str, torch.Tensor]]:
             value = torch.empty(torch_shape(DTYPES[tensor.dtype], tensor.shape), dtype=dtype)
         else:
             # a view of the load's memory; bytes first, since an offset need not suit the dtype's alignment
-            flat = torch.frombuffer(landing.buffer.view, dtype=torch.uint8, count=size, offset=start)
-            value = _as_dtype(flat, dtype, tensor)
-        yield tensor.name, value if device == "cpu" else value.to(device)
+            if tensor.output not in memory:
+                memory[tensor.output] = _memory(landing, device)
+            value = _as_dtype(memory[tensor.output][start : start + size], dtype, tensor)
+        yield tensor.name, value.to(device) if size == 0 else value
+
+
+def _memory(landing: Landing, device: str) -> torch.Tensor:
+    """The landing's bytes as one tensor where they are wanted: host memory as it is, a GPU through pinned slots."""
+    import torch
+
+    if device != "cpu":
+        return cuda.copy_to_device(landing.buffer.view, device)
+    return torch.frombuffer(landing.buffer.view, dtype=torch.uint8)
 
 
 def _as_dtype(flat: torch.Tensor, dtype: torch.dtype, tensor: LoadedTensor) -> torch.Tensor:

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvctl.core.context import Context
-from kvctl.core.errors import EnvError, IntegrityError, InterruptedRunError, KvctlError, TransientError
+from kvctl.core.errors import (
+    EnvError,
+    IntegrityError,
+    InterruptedRunError,
+    KvctlError,
+    TransientError,
+    UsageError,
+)
 from kvctl.core.units import MIB
+from kvctl.memory import cuda
 from kvctl.memory.arena import Arena
 from kvctl.memory.budget import staging_budget
 from kvctl.repo.chunks import digest_of, verify_leaves
@@ -56,6 +64,13 @@ class Loaded:
 def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Report, Loaded | None]:
     """Load into a target; the second value is set when it keeps memory of this process."""
     watch = Stopwatch()
+    if request.device != "cpu":
+        cuda.require(request.device)
+        if request.into != "memory":
+            raise UsageError(
+                f"--into {request.into} keeps weights in host memory or files, not on {request.device}",
+                hint="use the Python API (kvctl.load_weights) for tensors on a GPU, or --device cpu",
+            )
     report = Report("load-weights", source=request.address, target=target.name)
     with open_weights(request, ctx) as source:
         plan = source.plan()
