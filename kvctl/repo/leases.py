@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from kvctl.core.errors import ConflictError, FormatError, MemberDownError, NotFoundError, TransientError
 from kvctl.repo.layout import INTENTS, LEASES
 from kvctl.repo.members import RepoMember
+from kvctl.repo.process import identity, is_gone
 
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
@@ -41,6 +42,11 @@ class HoldInfo:
     open: bool
     names: frozenset[str]
     parts: tuple[str, ...]
+    owner: str
+
+    def over(self) -> bool:
+        """Whether the hold may be closed: it expired, or its process is known to be gone."""
+        return is_gone(self.owner) or self.expires <= self.member.store.now()
 
 
 class Hold:
@@ -82,7 +88,7 @@ class Hold:
     def _put(self, *, if_absent: bool = False, if_version: str | None = None) -> None:
         started = time.monotonic()
         expires = self.member.store.now() + timedelta(seconds=self._ttl)
-        document = _document(self.id, self._label, expires, "open")
+        document = _document(self.id, self._label, expires, "open", identity())
         info = self.member.store.put(self.key, document, if_absent=if_absent, if_version=if_version)
         self._version = info.version
         self._renewed = started
@@ -178,7 +184,11 @@ def _member_holds(member: RepoMember, prefix: str) -> list[HoldInfo]:
                 raise FormatError(f"{part} on {member.name} is malformed", cause=str(problem)) from problem
         expires = datetime.fromisoformat(document["expires"])
         is_open = document["state"] == "open"
-        found.append(HoldInfo(member, key, version, document["label"], expires, is_open, frozenset(names), keys))
+        found.append(
+            HoldInfo(
+                member, key, version, document["label"], expires, is_open, frozenset(names), keys, document["owner"]
+            )
+        )
     return found
 
 
@@ -190,14 +200,14 @@ def _head(member: RepoMember, key: str) -> tuple[str, dict[str, str]]:
             if member.store.stat(key).version == version:
                 return version, document
         except NotFoundError:
-            gone = {"state": "released", "expires": "1970-01-01T00:00:00+00:00", "label": ""}
+            gone = {"state": "released", "expires": "1970-01-01T00:00:00+00:00", "label": "", "owner": ""}
             return "", gone
 
 
 def close_hold(hold: HoldInfo) -> bool:
     """End an expired hold. False when its owner renewed it meanwhile: it counts on."""
     try:
-        document = _document(hold.key, hold.label, hold.expires, "closed")
+        document = _document(hold.key, hold.label, hold.expires, "closed", hold.owner)
         hold.member.store.put(hold.key, document, if_version=hold.version)
     except ConflictError:
         return False
@@ -212,18 +222,14 @@ def sweep_hold(hold: HoldInfo) -> None:
 def leased(repo: Repo, names: Sequence[str] | frozenset[str]) -> list[HoldInfo]:
     """The readers' leases, open and not expired, that name any of `names`."""
     wanted = frozenset(names)
-    return [
-        hold
-        for hold in read_holds(repo, LEASES)
-        if hold.open and hold.expires > hold.member.store.now() and hold.names & wanted
-    ]
+    return [hold for hold in read_holds(repo, LEASES) if hold.open and hold.names & wanted and not hold.over()]
 
 
-def _document(hold_id: str, label: str, expires: datetime, state: str) -> bytes:
+def _document(hold_id: str, label: str, expires: datetime, state: str, owner: str) -> bytes:
     # the nonce: two writers of the same words must not look like one (a lost answer is read back and compared)
     document = {
         "schema": SCHEMA, "id": hold_id, "label": label, "expires": expires.isoformat(), "state": state,
-        "nonce": secrets.token_hex(4),
+        "owner": owner, "nonce": secrets.token_hex(4),
     }  # fmt: skip
     return json.dumps(document).encode()
 
@@ -231,7 +237,7 @@ def _document(hold_id: str, label: str, expires: datetime, state: str) -> bytes:
 def _parse(data: bytes, key: str) -> dict[str, str]:
     try:
         document = json.loads(data)
-        return {name: str(document[name]) for name in ("state", "expires", "label")}
+        return {name: str(document[name]) for name in ("state", "expires", "label", "owner")}
     except (ValueError, KeyError, TypeError) as problem:
         raise FormatError(f"{key} is malformed", cause=str(problem)) from problem
 

@@ -178,7 +178,8 @@ class Push:
             self._present.clear()
             self._epoch = self.repo.format.epoch
         self._check_present(refs)
-        gone = [ref.name for ref in refs if ref.name in read_condemned(self.repo).names]
+        condemned = read_condemned(self.repo).names
+        gone = [ref.name for ref in refs if ref.name in condemned]
         if gone:
             raise ConflictError(
                 f"gc condemned {len(gone)} of the {len(refs)} chunks of {key} during the push",
