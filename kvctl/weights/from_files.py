@@ -1,22 +1,25 @@
-"""Runs over plain safetensors files: one file or a Hugging Face folder, in any store, without conversion."""
+"""A plain source as a load plan: one safetensors file or a Hugging Face folder, in any store, without conversion."""
 
 from __future__ import annotations
 
+import json
+
 from kvctl.core.addresses import parse_store
 from kvctl.core.context import Context
+from kvctl.core.errors import FormatError
 from kvctl.transfer.lanes import Member, open_member
 from kvctl.transfer.tasks import Place
-from kvctl.weights.planning import RUN, LoadedTensor, LoadPlan, Opened, fingerprint_of
+from kvctl.weights.plan import SourceObject, plan_runs
+from kvctl.weights.planning import LoadPlan, Opened, fingerprint_of, keeps_files, lay_out
 from kvctl.weights.request import LoadRequest
-from kvctl.weights.runs import Run, interleave
-from kvctl.weights.sources import SourceFile, WeightSource, open_source, split_source
-from kvctl.weights.targets import OutputFile
+from kvctl.weights.sources import WeightSource, open_source, split_source
+from kvctl.weights.strided import span
 
 NO_DIGESTS = "the source has no digests (`kvctl models digest` makes them, --require-digests uses them)"
 
 
 class PlainModel(Opened):
-    """Full loads mirror each file: its data section lands as it is, so every run is in place."""
+    """An opened plain source."""
 
     def __init__(self, request: LoadRequest, ctx: Context) -> None:
         self.request = request
@@ -34,44 +37,51 @@ class PlainModel(Opened):
             member.store.close()
 
     def plan(self) -> LoadPlan:
-        source = self.source
-        outputs = tuple(
-            OutputFile(file.name, file.header.raw, file.header.data_size, file.header.header_size)
-            for file in source.files
-        )
-        tensors = tuple(
-            LoadedTensor(tensor.name, tensor.dtype, tensor.shape, number, tensor.start, tensor.end)
-            for number, tensor in source.tensors()
-        )
-        runs = interleave([_whole(number, file) for number, file in enumerate(source.files)])
-        side = {item.name: source.read_sidecar(item) for item in source.sidecars} if self._keeps_files else {}
-        if source.index_name and source.index_data is not None and self._keeps_files:
-            side[source.index_name] = source.index_data
+        source, request = self.source, self.request
+        files = source.files
+        layout, sliced = lay_out(request, [(file.name, file.header) for file in files], self._config, congruent=True)
+        objects = [
+            SourceObject(
+                number,
+                (Place(0, file.key, file.version),),
+                file.size,
+                ((file.header.header_size, span(0, file.header.data_size)),),
+            )
+            for number, file in enumerate(files)
+            if file.header.data_size
+        ]
+        side = {}
+        if keeps_files(request):
+            side = {item.name: source.read_sidecar(item) for item in source.sidecars}
+            if source.index_name and source.index_data is not None and not sliced.ranks:
+                side[source.index_name] = source.index_data
         return LoadPlan(
-            source=self.request.address,
-            outputs=outputs,
-            tensors=tensors,
-            runs=tuple(runs),
+            source=request.address,
+            outputs=layout.outputs,
+            tensors=layout.tensors,
+            runs=tuple(plan_runs(objects, layout.wants)),
             members=(self.members[0].name,),
-            objects=len(source.files),
-            fingerprint=fingerprint_of([[file.name, file.size, file.version] for file in source.files]),
+            objects=len(files),
+            fingerprint=fingerprint_of([[[f.name, f.size, f.version] for f in files], sliced.identity(request)]),
             side_files=side,
             metadata_bytes=source.metadata_bytes,
             metadata_requests=source.requests,
             unverified_because=NO_DIGESTS,
-            notes=tuple(f"ignored {item.name}: {item.reason}" for item in source.ignored),
+            tp=sliced.tp,
+            notes=(*(f"ignored {item.name}: {item.reason}" for item in source.ignored), *sliced.notes),
         )
 
-    @property
-    def _keeps_files(self) -> bool:
-        return self.request.into.partition(":")[0] in {"dir", "shm"}
+    def _config(self) -> dict[str, object] | None:
+        item = self.source.sidecar("config.json")
+        return None if item is None else parse_config(self.source.read_sidecar(item), item.info.key)
 
 
-def _whole(number: int, file: SourceFile) -> list[Run]:
-    """The data section of one file in runs; an empty one takes no request."""
-    place = Place(0, file.key, file.version)
-    start, size = file.header.header_size, file.header.data_size
-    return [
-        Run((place,), file.size, start + at, min(RUN, size - at), min(RUN, size - at), output=number, dest=at)
-        for at in range(0, size, RUN)
-    ]
+def parse_config(data: bytes, where: str) -> dict[str, object]:
+    """A model's config.json. Raises FormatError."""
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise FormatError(f"{where} is not JSON", cause=str(error)) from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{where} is not a JSON object")
+    return document

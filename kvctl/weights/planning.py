@@ -7,36 +7,24 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import blake3
 
 from kvctl.core.context import Context
-from kvctl.core.units import MIB
+from kvctl.core.errors import ConfigError
 from kvctl.transfer.lanes import Member
+from kvctl.weights.layout import Layout, Output, PlacedTensor, layout_files, layout_rank
+from kvctl.weights.plan import over_fetch
 from kvctl.weights.request import LoadRequest
+from kvctl.weights.rules import Rules, parse_rules
 from kvctl.weights.runs import Run
-from kvctl.weights.targets import OutputFile
+from kvctl.weights.safetensors import Header
+from kvctl.weights.slicing import slice_model
 
-RUN: Final = 16 * MIB
 PLAN_SCHEMA: Final = "kvctl.load-plan/1"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedTensor:
-    """A tensor of the result: bytes [start, end) of the data section of output file `output`. `shape` is the
-    slice's, for a TP rank.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    output: int
-    start: int
-    end: int
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +32,8 @@ class LoadPlan:
     """What a load will do. Bytes; `needed_bytes` is what the caller gets, runs may fetch more (see `Run.needed`)."""
 
     source: str
-    outputs: tuple[OutputFile, ...]
-    tensors: tuple[LoadedTensor, ...]
+    outputs: tuple[Output, ...]
+    tensors: tuple[PlacedTensor, ...]
     runs: tuple[Run, ...]
     members: tuple[str, ...]
     objects: int
@@ -87,7 +75,7 @@ class LoadPlan:
             "tensors": len(self.tensors),
             "bytes": needed,
             "fetched": fetched,
-            "over_fetch": fetched / sum(run.needed for run in self.runs) if self.runs else 1.0,
+            "over_fetch": over_fetch(self.runs),
             "requests": len(self.runs),
             "metadata_bytes": self.metadata_bytes,
             "metadata_requests": self.metadata_requests,
@@ -125,6 +113,74 @@ def open_weights(request: LoadRequest, ctx: Context) -> Opened:
     from kvctl.weights.from_files import PlainModel
 
     return PlainModel(request, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """Which ranks' slices a load holds (none: the whole model), and what to say about them."""
+
+    ranks: tuple[int, ...] = ()
+    tp: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def identity(self, request: LoadRequest) -> list[object]:
+        """What of the request changes the result: part of the fingerprint."""
+        rules = read_rules(request.rules).to_json() if request.rules and self.ranks else []
+        return [list(self.ranks), request.tp_size, rules]
+
+
+def lay_out(
+    request: LoadRequest,
+    files: Sequence[tuple[str, Header]],
+    config: Callable[[], Mapping[str, object] | None],
+    *,
+    congruent: bool,
+) -> tuple[Layout, Sliced]:
+    """Where everything lands: the files as they are, or one file for each rank asked for (all, when none is named).
+
+    `config` reads the model's config.json, when slicing needs it. Raises UsageError, ConfigError, IncompatibleError.
+    """
+    if request.tp_size == 1 and request.tp_rank is None:
+        return layout_files(files, congruent=congruent), Sliced()
+    ranks = range(request.tp_size) if request.tp_rank is None else (request.tp_rank,)
+    rules = read_rules(request.rules)
+    headers = [header for _, header in files]
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    model_config = config()
+    layouts: list[Layout] = []
+    notes: dict[str, None] = {}
+    tp = {"size": request.tp_size, "sharded_bytes": 0, "replicated_bytes": 0}
+    if request.tp_rank is not None:
+        tp["rank"] = request.tp_rank
+    for output, rank in enumerate(ranks):
+        slices = slice_model(tensors, rank, request.tp_size, rules, model_config)
+        layouts.append(layout_rank(headers, slices, output=output))
+        tp["sharded_bytes"] += slices.sharded_bytes
+        tp["replicated_bytes"] += slices.replicated_bytes
+        notes.update(dict.fromkeys(slices.notes))
+        notes.update(dict.fromkeys(f"{name}: no rule knows it, replicated" for name in slices.unknown))
+    merged = Layout(
+        tuple(output for layout in layouts for output in layout.outputs),
+        tuple(tensor for layout in layouts for tensor in layout.tensors),
+        tuple(want for layout in layouts for want in layout.wants),
+    )
+    return merged, Sliced(tuple(ranks), tp, tuple(notes))
+
+
+def read_rules(path: str | None) -> Rules:
+    """The rules file of `--rules`, or the built-in rules. Raises ConfigError."""
+    if path is None:
+        return Rules()
+    try:
+        with open(path, "rb") as file:
+            return parse_rules(file.read(), path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the rules file {path}", cause=error.strerror) from error
+
+
+def keeps_files(request: LoadRequest) -> bool:
+    """Whether the target is a folder of files, which small files of the model belong into."""
+    return request.into.partition(":")[0] in {"dir", "shm"}
 
 
 def fingerprint_of(parts: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvctl.transfer.tasks import Place
+from kvctl.weights.strided import copy_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,36 +65,14 @@ class Run:
 
 def scatter(run_bytes: memoryview, pieces: Sequence[Piece], outputs: Sequence[memoryview]) -> None:
     """Copy each piece to its place in the data sections `outputs`."""
-    for piece in pieces:
-        data = outputs[piece.output]
-        if piece.rows == 1 or piece.source_stride == piece.dest_stride == piece.row_bytes:
-            total = piece.nbytes
-            data[piece.dest : piece.dest + total] = run_bytes[piece.source : piece.source + total]
-        else:
-            _copy_rows(run_bytes, piece, data, to_data=True)
+    for p in pieces:
+        copy_rows(run_bytes, p.source, p.source_stride, outputs[p.output], p.dest, p.dest_stride, p.rows, p.row_bytes)
 
 
 def gather(outputs: Sequence[memoryview], pieces: Sequence[Piece], run_bytes: memoryview) -> None:
     """The inverse of `scatter`: fill the run's bytes from the data sections `outputs`."""
-    for piece in pieces:
-        data = outputs[piece.output]
-        if piece.rows == 1 or piece.source_stride == piece.dest_stride == piece.row_bytes:
-            total = piece.nbytes
-            run_bytes[piece.source : piece.source + total] = data[piece.dest : piece.dest + total]
-        else:
-            _copy_rows(run_bytes, piece, data, to_data=False)
-
-
-def _copy_rows(run_bytes: memoryview, piece: Piece, data: memoryview, *, to_data: bool) -> None:
-    """Row by row: a row is KiB, so the interpreter costs little against the copy."""
-    size, here, there = piece.row_bytes, piece.source, piece.dest
-    for _ in range(piece.rows):
-        if to_data:
-            data[there : there + size] = run_bytes[here : here + size]
-        else:
-            run_bytes[here : here + size] = data[there : there + size]
-        here += piece.source_stride
-        there += piece.dest_stride
+    for p in pieces:
+        copy_rows(outputs[p.output], p.dest, p.dest_stride, run_bytes, p.source, p.source_stride, p.rows, p.row_bytes)
 
 
 def interleave(queues: Sequence[Sequence[Run]]) -> list[Run]:
