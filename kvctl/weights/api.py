@@ -17,10 +17,10 @@ from kvctl.core.errors import EnvError, UsageError
 from kvctl.memory import cuda
 from kvctl.transfer.report import Report
 from kvctl.weights.dtypes import DTYPES, torch_shape
-from kvctl.weights.layout import PlacedTensor
 from kvctl.weights.load import Loaded, load_into, plan_load
 from kvctl.weights.planning import LoadPlan
 from kvctl.weights.request import LoadRequest
+from kvctl.weights.runs import LoadedTensor
 from kvctl.weights.targets import Landing, MemoryTarget
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Model:
     def names(self) -> list[str]:
         return [tensor.name for tensor in self.plan.tensors]
 
-    def describe(self, name: str) -> PlacedTensor:
+    def describe(self, name: str) -> LoadedTensor:
         """dtype, shape and place of a tensor. Raises KeyError."""
         for tensor in self.plan.tensors:
             if tensor.name == name:
@@ -159,7 +159,7 @@ def _memory(landing: Landing, device: str) -> torch.Tensor:
     return torch.frombuffer(landing.buffer.view, dtype=torch.uint8)
 
 
-def _as_dtype(flat: torch.Tensor, dtype: torch.dtype, tensor: PlacedTensor) -> torch.Tensor:
+def _as_dtype(flat: torch.Tensor, dtype: torch.dtype, tensor: LoadedTensor) -> torch.Tensor:
     kind = DTYPES[tensor.dtype]
     width = kind.bits * kind.packed // 8
     if width > 1 and flat.data_ptr() % width:

@@ -16,11 +16,11 @@ import blake3
 from kvctl.core.context import Context
 from kvctl.core.errors import ConfigError
 from kvctl.transfer.lanes import Member
-from kvctl.weights.layout import Layout, Output, PlacedTensor, layout_files, layout_rank
+from kvctl.weights.layout import Layout, layout_files, layout_rank
 from kvctl.weights.plan import over_fetch
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.rules import Rules, parse_rules
-from kvctl.weights.runs import Run
+from kvctl.weights.runs import LoadedTensor, OutputFile, Run
 from kvctl.weights.safetensors import Header
 from kvctl.weights.slicing import slice_model
 
@@ -32,8 +32,8 @@ class LoadPlan:
     """What a load will do. Bytes; `needed_bytes` is what the caller gets, runs may fetch more (see `Run.needed`)."""
 
     source: str
-    outputs: tuple[Output, ...]
-    tensors: tuple[PlacedTensor, ...]
+    outputs: tuple[OutputFile, ...]
+    tensors: tuple[LoadedTensor, ...]
     runs: tuple[Run, ...]
     members: tuple[str, ...]
     objects: int

@@ -63,6 +63,33 @@ class Run:
     leaves: Leaves | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the result: its header (prefix included) and the size of its data section, bytes. `congruent_to`:
+    the source's offset of the first data byte, so that memory can agree with it modulo 4 KiB; 0 where there is none.
+    """
+
+    name: str
+    header: bytes
+    data_size: int
+    congruent_to: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor of the result: bytes [start, end) of the data section of output file `output`. `shape` is the
+    slice's, for a tensor-parallel rank.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    output: int
+    start: int
+    end: int
+    rank: int = 0
+
+
 def scatter(run_bytes: memoryview, pieces: Sequence[Piece], outputs: Sequence[memoryview]) -> None:
     """Copy each piece to its place in the data sections `outputs`."""
     for p in pieces:

@@ -21,7 +21,7 @@ import xxhash
 from kvctl.core.errors import ConflictError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import PAGE, Buffer, HostBuffer
 from kvctl.memory.files import FileBuffer, cannot_write
-from kvctl.weights.layout import Output
+from kvctl.weights.runs import OutputFile
 
 PARTIAL_SUFFIX: Final = ".kvctl-partial"
 MARKER: Final = ".kvctl-load.json"
@@ -42,7 +42,7 @@ class Target(Protocol):
 
     @property
     def name(self) -> str: ...
-    def open(self, outputs: Sequence[Output], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
+    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         """Prepare the memory. True when the result is there already, complete, from this very source."""
         ...
 
@@ -66,7 +66,7 @@ class NoneTarget:
     name = "none"
     landings: Sequence[Landing] | None = None
 
-    def open(self, outputs: Sequence[Output], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
+    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         return False
 
     def landed(self, run: int) -> str | None:
@@ -92,7 +92,7 @@ class MemoryTarget:
     def __init__(self) -> None:
         self.landings: Sequence[Landing] | None = None
 
-    def open(self, outputs: Sequence[Output], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
+    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         landings: list[Landing] = []
         for output in outputs:
             start = output.congruent_to % PAGE
@@ -134,7 +134,7 @@ class DirTarget:
         self._fingerprint = ""
         self._names: dict[str, int] = {}
 
-    def open(self, outputs: Sequence[Output], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
+    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         """Raises UsageError (the place is taken), ConflictError (another load fills it), CapacityError, AuthError."""
         for name in (*(output.name for output in outputs), *side_files):
             if "/" in name or name in {"", ".", "..", MARKER, JOURNAL}:
