@@ -5,7 +5,8 @@ and stores that its arguments mean. Made once by `main`, passed to commands as c
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,6 +134,25 @@ class App:
         )
         return Context(progress=progress, cancel=cancel, retry=retry, config=self.config, verbose=self.output.verbose)
 
+    @contextmanager
+    def running(self) -> Iterator[Context]:
+        """The context of a use case; tidies the progress display, and tells how to resume after a signal."""
+        from kvctl.cli.signals import resume_command
+        from kvctl.core.errors import InterruptedRunError, TransientError
+
+        ctx = self.context()
+        try:
+            yield ctx
+        except (TransientError, InterruptedRunError) as error:
+            if not ctx.cancel.stopping:
+                raise
+            # work that was cut short by the signal may say so in its own words
+            what = error.what if isinstance(error, InterruptedRunError) else f"stopped; {error.what}"
+            hint = f"to go on: {resume_command(self.argv)}"
+            raise InterruptedRunError(what, signum=ctx.cancel.signum, hint=hint) from error
+        finally:
+            ctx.progress.end()
+
     def confirm(self, question: str, *, yes: bool) -> None:
         """Returns when the person agrees. Without a terminal and without -y: UsageError (2)."""
         if yes:
@@ -150,6 +170,47 @@ class App:
         except ConfigError:
             configured = None  # a crash must be logged whatever the config says
         return state_dir(os.environ, cast("str | None", configured))
+
+
+def url_text(config: StoreConfig) -> str:
+    """The store as one text: a path for a plain directory, else a URL with endpoints and options as its query."""
+    if config.scheme == "file" and not config.endpoints and not config.options:
+        return config.url.removeprefix("file://")
+    from urllib.parse import urlencode
+
+    query = urlencode([*(("endpoint", way) for way in config.endpoints), *config.options.items()])
+    return f"{config.url}?{query}" if query else config.url
+
+
+def source_address(app: App, text: str, s3: S3Flags) -> str:
+    """A path or URL as one text that needs no flags. Raises UsageError for what is neither."""
+    from kvctl.core.addresses import PathOrUrl
+
+    found = app.weights(text, s3)
+    if not isinstance(found, PathOrUrl):
+        raise UsageError(
+            f"{text!r} is no path and no URL",
+            hint=f"for a folder write ./{text}; to copy between repos use `kvctl models cp`",
+        )
+    return url_text(found.store)
+
+
+def model_address(app: App, text: str, s3: S3Flags) -> tuple[str, tuple[StoreConfig, ...] | None, str | None]:
+    """(address, member stores, version): a URL and None for plain weights, a model's name and its repo's members
+    otherwise. Raises UsageError for what this version cannot read from.
+    """
+    from kvctl.core.addresses import PathOrUrl, RepoModel
+
+    found = app.weights(text, s3)
+    if isinstance(found, PathOrUrl):
+        return url_text(found.store), None, None
+    if isinstance(found, RepoModel):
+        stores = app.config.repo(found.repo).stores if found.repo else app.repo(s3)
+        return found.name, stores, found.version
+    raise UsageError(
+        f"{text!r} is an address of an agent's memory, which this version cannot load from",
+        hint="load from a path, a URL or a repo",
+    )
 
 
 def current() -> App:

@@ -14,11 +14,24 @@ from click.shell_completion import CompletionItem
 from kvctl.cli.options import KvArgument, KvOption, global_options
 from kvctl.cli.tree import Branch, Leaf, Section
 
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+CONTEXT_SETTINGS = {"max_content_width": 100, "show_default": True}
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.find_root().obj.output.plain(ctx.get_help())
+        ctx.exit()
 
 
 class _Sectioned(click.Command):
     """Help with arguments, then options under their sections, the global ones last."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        # click's own writes past our output, and ends with 1 when the reader has gone
+        return click.Option(
+            ["-h", "--help"], is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
+            help="Show this message and exit.",
+        )  # fmt: skip
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         arguments: list[tuple[str, str]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
@@ -18,6 +17,7 @@ from kvctl.cli.output import Format, StdoutClosedError, abandon_stdout
 from kvctl.cli.tree import TREE
 from kvctl.core.errors import InterruptedRunError, KvctlError
 
+_SIGINT = 2
 _EPILOG = "Topics: `kvctl help` lists them. Exit codes: `kvctl help exit-codes`."
 
 
@@ -45,15 +45,11 @@ def run(argv: Sequence[str]) -> int:
     except StdoutClosedError:
         abandon_stdout()
         return 0
-    except BrokenPipeError:
-        # click's own help writer; nothing else writes without Output
-        abandon_stdout()
-        return 0
     except click.exceptions.NoArgsIsHelpError as error:
         app.output.status(error.format_message())
         return 2
     except (KeyboardInterrupt, click.Abort):
-        return _fail(app, InterruptedRunError("interrupted", signum=signal.SIGINT))
+        return _fail(app, InterruptedRunError("interrupted", signum=_SIGINT))
     except Exception as error:
         return _fail(app, error)
     return result if isinstance(result, int) else 0

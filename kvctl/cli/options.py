@@ -155,3 +155,8 @@ def dry_run_option(function: F) -> F:
     return option("-n", "--dry-run", is_flag=True, default=False, envvar=None, help="Show what would be done.")(
         function
     )
+
+
+def allow_empty_option(function: F) -> F:
+    return option("--allow-empty", is_flag=True, default=False, envvar=None,
+                  help="A name or glob that matches nothing is no error.")(function)  # fmt: skip

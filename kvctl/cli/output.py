@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -10,13 +9,27 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TextIO
 
 from kvctl.core.errors import KvctlError
-from kvctl.core.redact import redact, redact_json
 
 Format = Literal["human", "json", "jsonl"]
 Style = Literal["red", "yellow", "cyan", "bold", "dim"]
 
 ERROR_SCHEMA = "kvctl.error/1"
 _CODES: Mapping[Style, str] = {"red": "31;1", "yellow": "33", "cyan": "36", "bold": "1", "dim": "2"}
+
+
+def redact(text: str) -> str:
+    # imported when there is something to say: help has nothing to hide and should cost little
+    from kvctl.core import redact as module
+
+    return module.redact(text)
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    import json
+
+    from kvctl.core.redact import redact_json
+
+    return json.dumps(redact_json(value), indent=indent, ensure_ascii=False)
 
 
 class StdoutClosedError(Exception):
@@ -52,14 +65,20 @@ class Output:
         """Human data, as it is."""
         self._write(sys.stdout, redact(text))
 
+    def plain(self, text: str) -> None:
+        """Text of the program itself (help, version), which cannot hold a secret."""
+        self._write(sys.stdout, text)
+
+    def result(self, document: Mapping[str, Any], human: Callable[[], str]) -> None:  # Any: JSON
+        """A document that names its own schema."""
+        self.document(document["schema"], document, human)
+
     def document(self, schema: str, value: Mapping[str, Any], human: Callable[[], str]) -> None:  # Any: JSON
         """One result: `human()` for people, else one JSON document that carries its schema."""
         if self.human:
             self.text(human())
             return
-        document = redact_json({"schema": schema, **value})
-        indent = 2 if self.form == "json" else None
-        self._write(sys.stdout, json.dumps(document, indent=indent, ensure_ascii=False))
+        self._write(sys.stdout, _json({"schema": schema, **value}, 2 if self.form == "json" else None))
 
     def rows(
         self, schema: str, name: str, rows: Iterable[Mapping[str, Any]], human: Callable[[list[Mapping[str, Any]]], str]
@@ -67,7 +86,7 @@ class Output:
         """A list: a table for people, one document with `name` for json, a line per row for jsonl."""
         if self.form == "jsonl":
             for row in rows:
-                self._write(sys.stdout, json.dumps(redact_json({"schema": schema, **row}), ensure_ascii=False))
+                self._write(sys.stdout, _json({"schema": schema, **row}))
             return
         listed = list(rows)
         self.document(schema, {name: listed}, lambda: human(listed))
@@ -88,7 +107,7 @@ class Output:
 
     def event(self, value: Mapping[str, Any]) -> None:  # Any: JSON
         """A JSON line on stderr (progress on demand)."""
-        self._write(sys.stderr, json.dumps(redact_json(value), ensure_ascii=False))
+        self._write(sys.stderr, _json(value))
 
     def warning(self, message: str) -> None:
         self.note(f"{self.style('warning', 'yellow')}: {message}")

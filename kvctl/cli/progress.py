@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvctl.cli.output import Output
 from kvctl.core.units import format_seconds, format_size, gigabytes_per_second
@@ -118,14 +118,14 @@ class Bar(Quiet):
 
     def __init__(self, output: Output) -> None:
         super().__init__(output)
-        self.bar: tqdm.tqdm[None] | None = None
+        self.bar: tqdm.tqdm[NoReturn] | None = None
 
     def begin(self, label: str, total_bytes: int | None) -> None:
         super().begin(label, total_bytes)
         from tqdm import tqdm
 
         self._close()
-        bar: tqdm[None] = tqdm(
+        bar: tqdm[NoReturn] = tqdm(
             total=total_bytes,
             desc=label,
             unit="B",

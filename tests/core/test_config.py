@@ -150,7 +150,7 @@ def test_bytes_that_are_not_utf8_tell_the_line(tmp_path: Path) -> None:
         ("[repos.lab]\nstores = 's3://a'", ":2: repos.lab.stores must list at least one store", None),
         ("[[repos.lab.stores]]\nregion = 'x'", "repos.lab.stores[0] has no url", None),
         ("[[repos.lab.stores]]\nurl = 3", ":2: repos.lab.stores[0].url must be text, not a number (3)", None),
-        ("[[repos.lab.stores]]\nurl = 's3://a'\nendpoint = ['x']", "endpoint is not a known key", "did you mean endpoints?"),
+        ("[[repos.lab.stores]]\nurl='s3://a'\nendpoint=['x']", "is not a known key", "did you mean endpoints?"),
         ("[[repos.lab.stores]]\nurl = 's3://k:s@b'", "a store URL with credentials in it is refused", "profile"),
         ("[[repos.lab.stores]]\nurl='s3://b'\nendpoints=['http://k:s@h']", "has credentials in a URL", "AWS chain"),
         ("[[repos.lab.stores]]\nurl='s3://b'\naws_secret_access_key='x'", "looks like a credential", "profile"),
@@ -198,7 +198,9 @@ trees = st.recursive(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.dictionaries(st.sampled_from([*SETTINGS, "repos", "default_repo", "zz"]), trees, max_size=3))
 def test_any_toml_is_read_or_refused_in_words(tmp_path: Path, document: dict[str, object]) -> None:
+    said = "conf.toml"
     try:
         read(tmp_path, tomli_w.dumps(document))
     except ConfigError as error:
-        assert "conf.toml" in str(error)
+        said = str(error)
+    assert "conf.toml" in said
