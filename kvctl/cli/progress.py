@@ -59,29 +59,38 @@ class Quiet:
 
 
 class Plain(Quiet):
-    """A line at most every `every` seconds, none for what ends sooner."""
+    """A line every `every` seconds, also while nothing moves; none for what ends sooner."""
 
     def __init__(self, output: Output, every: float = EVERY_SECONDS) -> None:
         super().__init__(output)
         self.every = every
-        self.next_line = 0.0
+        self.over = threading.Event()
+        self.ticker: threading.Thread | None = None
 
     def begin(self, label: str, total_bytes: int | None) -> None:
+        self.end()
         super().begin(label, total_bytes)
-        self.next_line = time.monotonic() + self.every
+        self.over = threading.Event()
+        self.ticker = threading.Thread(target=self._tick, args=(self.over,), daemon=True, name="kvctl-progress")
+        self.ticker.start()
 
-    def advance(self, nbytes: int) -> None:
-        super().advance(nbytes)
-        now = time.monotonic()
-        with self.lock:
-            due = now >= self.next_line
-            if due:
-                self.next_line = now + self.every
-        if due:
+    def _tick(self, over: threading.Event) -> None:
+        while not over.wait(self.every):
             self.line()
 
     def line(self) -> None:
         self.output.note(self.status())
+
+    def end(self) -> None:
+        """Ends the phase; once more is harmless."""
+        ticker, self.ticker = self.ticker, None
+        if ticker is not None:
+            self.over.set()
+            ticker.join()
+            self.last()
+
+    def last(self) -> None:
+        return
 
 
 class JsonLines(Plain):
@@ -92,9 +101,15 @@ class JsonLines(Plain):
 
     def begin(self, label: str, total_bytes: int | None) -> None:
         super().begin(label, total_bytes)
-        self.line("begin")
+        self._event("begin")
 
-    def line(self, event: str = "progress") -> None:
+    def line(self) -> None:
+        self._event("progress")
+
+    def last(self) -> None:
+        self._event("end")
+
+    def _event(self, event: str) -> None:
         self.output.event(
             {
                 "schema": SCHEMA,
@@ -108,9 +123,6 @@ class JsonLines(Plain):
 
     def note(self, message: str) -> None:
         self.output.event({"schema": SCHEMA, "event": "note", "message": message})
-
-    def end(self) -> None:
-        self.line("end")
 
 
 class Bar(Quiet):
