@@ -171,17 +171,20 @@ def check_endpoints(config: StoreConfig, member: MemberFile, ctx: Context, opene
             )
 
 
-def match(found: Sequence[Found], fmt: RepoFormat) -> list[RepoMember]:
+def match(found: Sequence[Found], fmt: RepoFormat, extras: list[Found] | None = None) -> list[RepoMember]:
     """The repo's live members, in stored order, each with the configured store that shows its id.
 
-    A member that none of the stores shows is down. Raises ConfigError for a store that is no member, or for two
-    that are the same one.
+    A member that none of the stores shows is down. A store that is no member (empty, or once was one) goes to
+    `extras` where that is given. Raises ConfigError for any other store that is no member, or for two that are
+    the same one.
     """
     by_id: dict[str, Found] = {}
     silent: list[Found] = []
     for item in found:
         if item.error is not None or item.member is None:
             silent.append(item)
+        elif extras is not None and item.member.repo == fmt.id and item.member.member not in fmt.live:
+            extras.append(item)
         elif item.member.repo != fmt.id or item.member.member not in fmt.live:
             raise ConfigError(
                 f"{item.config.url} is not a member of repo {fmt.id[:8]}",
@@ -203,6 +206,9 @@ def match(found: Sequence[Found], fmt: RepoFormat) -> list[RepoMember]:
     assigned: dict[str, Found] = {}
     for item in silent:
         free = [member for member in missing if member not in assigned]
+        if not free and extras is not None and item.error is None:
+            extras.append(item)
+            continue
         if not free:
             raise ConfigError(
                 f"{item.config.url} is not a member of repo {fmt.id[:8]}",

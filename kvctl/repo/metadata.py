@@ -109,13 +109,7 @@ def commit(
     home is down, TransientError when the repo's members changed meanwhile: run it again.
     """
     repo.format.check_can("write")
-    if repo.format.phase == "switching":
-        repo.refresh()
-        if repo.format.phase == "switching":
-            raise TransientError(
-                f"cannot write {key}: the repo is changing its members just now",
-                hint="run it again in a moment; if the change was interrupted, run `kvctl repo rebalance`",
-            )
+    check_writable(repo, f"write {key}")
     home = require_home(repo, key, "write")
     try:
         info = home.store.put(key, data, if_absent=if_absent, if_version=if_version)
@@ -129,6 +123,24 @@ def commit(
     copy_out(repo, home, key, data, must=all_copies or repo.format.phase == "moving")
     check_view(repo, home)
     return info
+
+
+def check_writable(repo: Repo, doing: str) -> None:
+    """Raises TransientError while a change of members is at a point where two members could decide on one key:
+    it is not on all members yet, or authority is about to move.
+    """
+
+    def unsure() -> bool:
+        fmt = repo.format
+        return repo.uneven or fmt.phase == "switching" or (not fmt.settled and bool(repo.down))
+
+    if unsure():
+        repo.refresh()
+        if unsure():
+            raise TransientError(
+                f"cannot {doing}: the repo is changing its members just now",
+                hint="run it again in a moment; if that change was interrupted, run `kvctl repo rebalance`",
+            )
 
 
 def _same(home: RepoMember, key: str, data: bytes, problem: ConflictError) -> ObjectInfo:
@@ -218,9 +230,8 @@ def delete(repo: Repo, key: str) -> None:
     what was deleted. Raises MemberDownError when the home is down.
     """
     repo.format.check_can("write")
+    check_writable(repo, f"delete {key}")
     home = require_home(repo, key, "delete")
-    if repo.format.phase == "switching":
-        raise TransientError(f"cannot delete {key}: the repo is changing its members", hint="run it again")
     if len(repo.up) < len(repo.members):
         try:
             data = home.store.get(key)

@@ -46,6 +46,8 @@ class Repo:
         self.members = list(members)
         self.ctx = ctx
         self.opener = opener
+        self.uneven = False  # a member shows an older repo.json: a change of members is not everywhere yet
+        self.extras: list[Found] = []  # configured stores that are no members
         self._workers = workers
 
     @classmethod
@@ -78,9 +80,10 @@ class Repo:
         opener: Opener = open_store,
         workers: int = 16,
         settle: float = SETTLE,
+        allow_extras: bool = False,
     ) -> Repo:
         """The repo that the stores are members of. Members that do not answer are `down`; the newest repo.json
-        counts.
+        counts. `allow_extras`: stores that are no members (to be added, or drained before) are `extras`.
 
         Raises NotFoundError when there is no repo, MemberDownError when no store answers, IncompatibleError
         when the stores belong to different repos or to one that this kvctl cannot read, ConfigError when the
@@ -91,12 +94,17 @@ class Repo:
         found = fan_out(lambda config: look(config, ctx, opener, settle), configs, workers=workers)
         try:
             fmt = newest(found)
-            members = match(found, fmt)
+            extras: list[Found] = []
+            members = match(found, fmt, extras if allow_extras else None)
         except BaseException:
             for item in found:
                 item.store.close()
             raise
-        return cls(fmt, members, ctx, opener=opener, workers=workers)
+        repo = cls(fmt, members, ctx, opener=opener, workers=workers)
+        repo.extras = extras
+        behind = {item.member.member for item in found if item.member and _generation(item) < fmt.generation}
+        repo.uneven = not behind.isdisjoint(fmt.live)
+        return repo
 
     @property
     def id(self) -> str:
@@ -170,23 +178,35 @@ class Repo:
 
     def refresh(self) -> None:
         """Read `repo.json` again from the members that answer; the newest one counts from now on."""
+        seen = []
         for member in self.up:
             try:
-                seen = parse_repo(member.store.get(REPO), f"{member.name}/{REPO}")
-            except (TransientError, EnvError, NotFoundError):
+                fmt = parse_repo(member.store.get(REPO), f"{member.name}/{REPO}")
+            except NotFoundError:
+                seen.append(0)
                 continue
-            if seen.id == self.id and seen.generation > self.format.generation:
-                self.format = seen
+            except (TransientError, EnvError):
+                continue
+            seen.append(fmt.generation)
+            if fmt.id == self.id and fmt.generation > self.format.generation:
+                self.format = fmt
+        self.uneven = any(generation < self.format.generation for generation in seen)
 
     def close(self) -> None:
         for member in self.members:
             member.store.close()
+        for item in self.extras:
+            item.store.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _generation(item: Found) -> int:
+    return item.format.generation if item.format is not None else 0
 
 
 def newest(found: Sequence[Found]) -> RepoFormat:
