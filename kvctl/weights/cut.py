@@ -26,7 +26,7 @@ from typing import Final
 from kvctl.weights.rules import Axis, Rules
 from kvctl.weights.safetensors import Header, TensorInfo
 from kvctl.weights.slicing import Heads, dim_run, parts_of
-from kvctl.weights.strided import Strided, copy_rows, span
+from kvctl.weights.strided import Strided, copy_rows, intersect, span
 
 LANES: Final = (16, 8, 4, 2)
 GROUP: Final = 4  # stripes of neighbours that a pusher holds at once, and one changed tensor rewrites at most
@@ -113,6 +113,22 @@ def scatter(cut: ChunkCut, chunk: memoryview, section: memoryview, base: int = 0
     """Put the chunk's bytes where they belong in `section`, which holds the data section from `base` on."""
     for at, part in cut.held():
         copy_rows(chunk, at, part.width, section, part.start - base, part.stride, part.rows, part.width)
+
+
+def cover_fault(cuts: Iterable[ChunkCut], size: int) -> str:
+    """Why the chunks do not hold each of `size` bytes exactly once; empty when they do."""
+    parts = sorted((part for cut in cuts for part in cut.parts), key=lambda part: part.start)
+    active: list[Strided] = []
+    total = 0
+    for part in parts:
+        total += part.nbytes
+        active = [other for other in active if other.end > part.start]
+        if any(intersect(other, part) for other in active):
+            return f"bytes from {part.start} on are held twice"
+        active.append(part)
+    if total != size or any(part.end > size for part in parts):
+        return f"{total} bytes of {size} are held"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.testing.models import LlamaShape, Spec, file_bytes, folder_files
-from kvctl.weights.cut import ChunkCut, cut_file, gather, scatter, windows
+from kvctl.weights.cut import ChunkCut, cover_fault, cut_file, gather, scatter, windows
 from kvctl.weights.dtypes import DTYPES
 from kvctl.weights.safetensors import Header, parse_header
 from kvctl.weights.slicing import Heads, slice_model
-from kvctl.weights.strided import intersect
+from kvctl.weights.strided import Strided, intersect, span
 
 KIB = 1024
 
@@ -53,7 +53,15 @@ def rebuilt(data: bytes, stripe: int) -> list[ChunkCut]:
         scatter(cut, memoryview(chunk), memoryview(image))
     assert sum(cut.size for cut in cuts) == header.data_size  # with the next line: every byte once
     assert image == section
+    assert cover_fault(cuts, header.data_size) == ""
     return cuts
+
+
+def test_a_cover_with_a_fault_is_told() -> None:
+    tile = Strided(0, 2, 4, 2)
+    assert cover_fault([ChunkCut((tile,)), ChunkCut((tile.shifted(2),))], 8) == ""
+    assert "held twice" in cover_fault([ChunkCut((tile,)), ChunkCut((span(1, 1),))], 5)
+    assert cover_fault([ChunkCut((tile,))], 8) == "4 bytes of 8 are held"
 
 
 MODULES = st.sampled_from(
