@@ -39,7 +39,7 @@ class PlainModel(Opened):
     def plan(self) -> LoadPlan:
         source, request = self.source, self.request
         files = source.files
-        layout, sliced = lay_out(request, [(file.name, file.header) for file in files], self._config, congruent=True)
+        layout, sliced = lay_out(request, [(file.name, file.header) for file in files], self.config, congruent=True)
         objects = [
             SourceObject(
                 number,
@@ -71,7 +71,8 @@ class PlainModel(Opened):
             notes=(*(f"ignored {item.name}: {item.reason}" for item in source.ignored), *sliced.notes),
         )
 
-    def _config(self) -> dict[str, object] | None:
+    def config(self) -> dict[str, object] | None:
+        """The model's config.json, where there is one."""
         item = self.source.sidecar("config.json")
         return None if item is None else parse_config(self.source.read_sidecar(item), item.info.key)
 

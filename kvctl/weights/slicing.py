@@ -121,7 +121,7 @@ def slice_model(
 def slice_tensor(tensor: TensorInfo, axis: Axis, rank: int, size: int, heads: Heads) -> TensorSlice | None:
     """A rank's slice of one tensor; None where a soft rule (scales) does not divide. Raises IncompatibleError."""
     dim = axis.dim
-    if dim is None or dim >= len(tensor.shape) or tensor.nbytes == 0:
+    if dim is None or dim >= len(tensor.shape):
         return _whole(tensor)
     parts = parts_of(tensor.shape[dim], axis, heads)
     bounds: list[tuple[int, int]] = []
@@ -137,8 +137,9 @@ def slice_tensor(tensor: TensorInfo, axis: Axis, rank: int, size: int, heads: He
     runs = tuple(
         run for start, stop in bounds if stop > start for run in [dim_run(tensor, dim, start, stop)] if run is not None
     )
-    wanted = sum(stop > start for start, stop in bounds)
-    if len(runs) != wanted:
+    if not tensor.nbytes:
+        runs = ()
+    elif len(runs) != sum(stop > start for start, stop in bounds):
         if axis.soft:
             return None
         raise IncompatibleError(
