@@ -11,7 +11,7 @@ from kvctl.cli.tables import fields, table
 from kvctl.core.units import format_seconds, format_size
 
 _HIDDEN: Final = {"schema"}
-_SIZES: Final = ("bytes", "size", "fetched", "needed", "written")
+_SIZES: Final = ("bytes", "size", "fetched", "needed", "written", "logical", "unique", "physical", "garbage")
 _WIDEST_CELL: Final = 60
 
 
@@ -78,14 +78,15 @@ def cell(key: str, value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, (int, float)) and key.endswith(("_s", "seconds")):
         return format_seconds(value)
-    if isinstance(value, int) and key.endswith(_SIZES):
+    if isinstance(value, int) and (key.endswith(_SIZES) or key.startswith("bytes_")):
         return format_size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(cell("", item) for item in value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {cell(str(name), item)}" for name, item in value.items())
+        shown = ((name, cell(str(name), item)) for name, item in value.items())
+        return ", ".join(f"{label(str(name))} {text}" for name, text in shown if text)
     return str(value)
 
 

@@ -137,11 +137,17 @@ class Output:
         self.status("\n".join(lines))
 
     def ask(self, question: str) -> bool:
-        """Yes or no from the terminal; the caller has made sure that there is one."""
+        """Yes or no from the terminal; no without one."""
+        return self.prompt(f"{question} [y/N]").lower() in {"y", "yes"}
+
+    def prompt(self, question: str) -> str:
+        """A line typed by the person, stripped; empty when there is no terminal to ask at."""
+        if not stdin_is_terminal():
+            return ""
         with self._lock:
-            sys.stderr.write(redact(f"{question} [y/N] "))
+            sys.stderr.write(redact(f"{question} "))
             sys.stderr.flush()
-        return sys.stdin.readline().strip().lower() in {"y", "yes"}
+        return sys.stdin.readline().strip()
 
     def flush(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvctl.cli.documents import cell, label
 from kvctl.cli.tables import fields, table
 from kvctl.core.units import format_seconds, format_size
 
@@ -59,7 +60,7 @@ def _facts(report: Document) -> list[tuple[str, object]]:
         pairs += [("passed over", f"{name}: {reason}") for name, reason in transport.get("passed_over") or ()]
         if transport.get("fallback"):
             pairs.append(("fell back", transport["fallback"]))
-    pairs += [(name.replace("_", " "), _extra(value)) for name, value in (report.get("extra") or {}).items()]
+    pairs += [(label(name), cell(name, value)) for name, value in (report.get("extra") or {}).items()]
     pairs.append(("report", report.get("id")))
     return pairs
 
@@ -120,16 +121,6 @@ def _ceiling(report: Document) -> str | None:
         return None
     share = f", {report['gb_per_s'] / ceiling:.0%} of it reached" if ceiling > 0 else ""
     return f"{ceiling:.2f} GB/s ({report.get('ceiling_how') or 'measured'}){share}"
-
-
-def _extra(value: object) -> object:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return value
 
 
 def _paths(paths: Sequence[Document]) -> list[str]:

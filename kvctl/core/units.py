@@ -43,7 +43,7 @@ def format_size(nbytes: int) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
             return (
-                f"{int(value)} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+                f"{int(value)} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
             )
         value /= 1024
     return f"{value:.3g} PiB"
