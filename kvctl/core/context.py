@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvctl.core.cancel import CancelToken
-from kvctl.core.events import NullProgress, Progress
+from kvctl.core.events import NotesOnly, NullProgress, Progress
 
 if TYPE_CHECKING:
     from kvctl.core.config import Config
@@ -34,3 +34,7 @@ class Context:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     config: Config | None = None
     verbose: int = 0
+
+    def quiet(self) -> Context:
+        """The same, with a progress that passes notes on and counts nothing."""
+        return replace(self, progress=NotesOnly(self.progress))

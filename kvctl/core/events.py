@@ -31,3 +31,13 @@ class NullProgress:
 
     def end(self) -> None:
         return
+
+
+class NotesOnly(NullProgress):
+    """Passes notes on and counts nothing: for an inner run whose bytes the outer one counts in its own way."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def note(self, message: str) -> None:
+        self._progress.note(message)

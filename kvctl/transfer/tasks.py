@@ -57,6 +57,19 @@ class RunStats:
     durations: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def add(self, other: RunStats) -> None:
+        """Count a further run."""
+        self.tasks += other.tasks
+        self.bytes += other.bytes
+        self.requests += other.requests
+        self.retries += other.retries
+        self.hedges += other.hedges
+        self.hedge_wins += other.hedge_wins
+        self.hedged_bytes += other.hedged_bytes
+        self.seconds += other.seconds
+        self.durations += other.durations
+        self.notes += other.notes
+
 
 class StageClock:
     """Busy seconds per stage (verify, copy, write, ..), added up over threads. Thread-safe."""

@@ -12,6 +12,7 @@ from kvctl.repo.chunks import LEAF
 from kvctl.repo.repo import Repo
 from kvctl.transfer.tasks import Place
 from kvctl.weights import stored
+from kvctl.weights.digests import TensorDigest
 from kvctl.weights.from_files import parse_config
 from kvctl.weights.plan import MAX_RUN, SourceObject, plan_runs
 from kvctl.weights.planning import LoadPlan, Opened, fingerprint_of, keeps_files, lay_out
@@ -34,6 +35,15 @@ class RepoModel(Opened):
 
     def close(self) -> None:
         self.repo.close()
+
+    def digests(self) -> list[TensorDigest]:
+        """What the manifest says of every tensor; chunks are verified against it as they land."""
+        tensors = self.manifest.tensors
+        return [
+            TensorDigest(tensor.name, tensor.dtype, tensor.shape, tensors[tensor.name])
+            for header in stored.read_headers(self.repo, self.manifest)
+            for tensor in header.tensors
+        ]
 
     def plan(self) -> LoadPlan:
         request, repo, manifest = self.request, self.repo, self.manifest

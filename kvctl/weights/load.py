@@ -13,6 +13,7 @@ from typing import Final
 
 from kvctl.core.context import Context
 from kvctl.core.errors import (
+    ConfigError,
     EnvError,
     IntegrityError,
     InterruptedRunError,
@@ -31,6 +32,10 @@ from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import StageClock, Task
 from kvctl.transports.registry import choose
+from kvctl.weights.digesting import check_digests, check_landed, hash_source
+from kvctl.weights.digests import DigestsFile, parse_digests
+from kvctl.weights.from_files import PlainModel
+from kvctl.weights.from_repo import RepoModel
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, gather, scatter
@@ -77,6 +82,9 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
         report.metadata_bytes, report.requests = plan.metadata_bytes, plan.metadata_requests
         report.tensors, report.tp, report.objects = len(plan.tensors), plan.tp_report(), plan.objects
         report.notes.extend(plan.notes)
+        required = _required(request, plan)
+        if required is not None and isinstance(source, RepoModel):
+            check_digests(source.digests(), required, plan.source)
         with opened(target):
             if target.open(plan.outputs, plan.side_files, plan.fingerprint):
                 report.notes.append(f"{target.name} holds exactly this already: nothing was fetched")
@@ -85,15 +93,58 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
                 watch.stop(report)
                 return report, None
             landings = target.landings
+            if required is not None and landings is None and isinstance(source, PlainModel):
+                _verify_stream(source, required, report, watch, ctx)
+                return report, None
             loading = _Loading(request, source, plan, target, report, ctx)
             try:
                 loading.move(watch)
             finally:
                 loading.release()
+            if required is not None and landings is not None:
+                report.verified = Verification(
+                    "full", "", check_landed(plan.tensors, tuple(landings), required, plan.source)
+                )
             target.publish()
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return report, (Loaded(plan, landings) if landings is not None else None)
+
+
+def _required(request: LoadRequest, plan: LoadPlan) -> DigestsFile | None:
+    """The digests file that the load must match. Raises UsageError, ConfigError, FormatError."""
+    if request.digests is None:
+        return None
+    if plan.tp:
+        raise UsageError(
+            "digests cover whole tensors, and this load takes slices of them",
+            hint="verify the whole model, or push it to a repo: its slices are verified by leaves",
+        )
+    try:
+        with open(request.digests, "rb") as file:
+            return parse_digests(file.read(), request.digests)
+    except OSError as error:
+        raise ConfigError(f"cannot read the digests file {request.digests}", cause=error.strerror) from error
+
+
+def _verify_stream(source: PlainModel, required: DigestsFile, report: Report, watch: Stopwatch, ctx: Context) -> None:
+    """Nothing is kept, so the tensors are hashed in order as they stream by."""
+    lanes = open_lanes(source.members, transport=source.request.transport, options=source.request.transport_options)
+    clock = StageClock()
+    watch.ready()
+    ctx.progress.begin("loading", source.source.data_bytes)
+    try:
+        found = hash_source(source.source, lanes, report, clock, ctx)
+    finally:
+        ctx.progress.end()
+        lanes.close()
+    check_digests(found, required, source.request.address)
+    total = source.source.data_bytes
+    report.bytes = report.needed = total
+    report.verified = Verification("full", "", total)
+    report.transport, report.paths = lanes.report(), [lane.report() for lane in lanes.lanes]
+    watch.stop(report)
+    report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
 
 
 class _Loading:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvctl import __version__
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import ConflictError, InterruptedRunError, UsageError
-from kvctl.core.events import NullProgress, Progress
+from kvctl.core.errors import InterruptedRunError
 from kvctl.memory.buffers import HostBuffer
 from kvctl.repo.chunks import LEAF, ChunkRef, digest_of, leaf_table
-from kvctl.repo.layout import check_name, model_key
+from kvctl.repo.layout import check_name
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.execute import Executor
@@ -28,7 +27,7 @@ from kvctl.transfer.lanes import LaneSet, open_lanes
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
-from kvctl.weights import stored
+from kvctl.weights.committing import commit_model
 from kvctl.weights.cut import GROUP, ChunkCut, cut_file, gather, windows
 from kvctl.weights.digests import TensorDigest, model_digest
 from kvctl.weights.from_files import PlainModel
@@ -41,7 +40,6 @@ from kvctl.weights.sources import SourceFile
 
 PIECE: Final = 16 << 20
 PUSH_PLAN_SCHEMA: Final = "kvctl.push-plan/1"
-_COMMIT_TRIES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,8 @@ class _Pushing:
         try:
             self._data(states)
             manifest = self._manifest(states)
-            self._commit(manifest)
+            version, new = commit_model(self.push, self.repo, manifest, self.request.version)
+            self._done(version, new=new)
         except InterruptedRunError as stop:
             stop.hint = stop.hint or "run the same command again: what is stored already is not written again"
             raise
@@ -290,7 +289,7 @@ class _Pushing:
                     at += part.width
         else:
             tasks = _pieces(place, file.size, base + window.start, window.length, buffer, 0)
-        stats = Executor(self.reading.lanes, _quiet(self.ctx), budget=self.request.max_in_flight_bytes).run(tasks)
+        stats = Executor(self.reading.lanes, self.ctx.quiet(), budget=self.request.max_in_flight_bytes).run(tasks)
         self.report.requests += stats.requests
         self.report.retries += stats.retries
 
@@ -373,8 +372,8 @@ class _Pushing:
                 )
                 placing.append((ref, member))
         if tasks:
-            stats = Executor(self.writing.lanes, _quiet(self.ctx), budget=self.request.max_in_flight_bytes).run(tasks)
-            _add(self.stats, stats)
+            stats = Executor(self.writing.lanes, self.ctx.quiet(), budget=self.request.max_in_flight_bytes).run(tasks)
+            self.stats.add(stats)
             self.new_bytes += stats.bytes
         for ref, member in placing:
             self.push.placed(ref, member)
@@ -450,34 +449,6 @@ class _Pushing:
             producer=f"kvctl {__version__}",
         )
 
-    def _commit(self, manifest: ModelManifest) -> None:
-        """Under the version asked for, or the next number. Content that is the latest version already stays that."""
-        for _ in range(_COMMIT_TRIES):
-            versions = stored.list_versions(self.repo, manifest.name)
-            wanted = self.request.version
-            rival = next((item for item in versions if item.version == wanted), None) if wanted else None
-            if wanted is None and versions:
-                rival = versions[-1]
-            if rival is not None and _same_content(stored.read_manifest(self.repo, rival.key), manifest):
-                self._done(rival.version, new=False)
-                return
-            if rival is not None and wanted is not None:
-                raise UsageError(
-                    f"model {manifest.name} has a version {wanted} already, with other content",
-                    hint="choose another --version, or remove that one with `kvctl models rm`",
-                )
-            version = wanted or str(1 + max((int(v.version) for v in versions if v.version.isdigit()), default=0))
-            key = model_key(manifest.name, version)
-            try:
-                self.push.commit(key, replace(manifest, version=version).to_bytes())
-            except ConflictError:
-                if all(item.version != version for item in stored.list_versions(self.repo, manifest.name)):
-                    raise  # not the name was taken: gc condemned a chunk
-                continue
-            self._done(version, new=True)
-            return
-        raise ConflictError(f"other pushes of {manifest.name} kept taking the next version", hint="run it again")
-
     def _done(self, version: str, *, new: bool) -> None:
         self.report.target = f"{self.request.name}@{version} in repo {self.repo.id[:8]}"
         self.report.extra |= {"version": version, "new_version": new}
@@ -485,45 +456,8 @@ class _Pushing:
             self.report.notes.append(f"version {version} holds exactly this already")
 
 
-def _same_content(a: ModelManifest, b: ModelManifest) -> bool:
-    """The same files, bit for bit; which incarnation of a chunk holds a byte does not matter."""
-
-    def content(manifest: ModelManifest) -> object:
-        def digest(position: int | None) -> str:
-            return "" if position is None else manifest.chunks[position][0][:64]
-
-        files = [(file.name, file.size, digest(file.header)) for file in manifest.files]
-        side = sorted((item.name, item.size, digest(item.chunk)) for item in manifest.sidecars)
-        return manifest.digest, files, side
-
-    return content(a) == content(b)
-
-
 def _pieces(place: tuple[Place, ...], size: int, offset: int, length: int, buffer: HostBuffer, at: int) -> list[Task]:
     return [
         Task(place, offset + done, min(PIECE, length - done), object_size=size, buffer=buffer, buffer_offset=at + done)
         for done in range(0, length, PIECE)
     ]
-
-
-def _quiet(ctx: Context) -> Context:
-    """The executor counts moved bytes; a push counts the model's own."""
-    return replace(ctx, progress=_NotesOnly(ctx.progress))
-
-
-class _NotesOnly(NullProgress):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def note(self, message: str) -> None:
-        self._progress.note(message)
-
-
-def _add(total: RunStats, part: RunStats) -> None:
-    total.tasks += part.tasks
-    total.bytes += part.bytes
-    total.requests += part.requests
-    total.retries += part.retries
-    total.seconds += part.seconds
-    total.durations += part.durations
-    total.notes += part.notes
