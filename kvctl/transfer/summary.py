@@ -36,6 +36,11 @@ class Stopwatch:
     cpu: float = field(default_factory=cpu_seconds)
     setup_s: float = 0.0
 
+    @property
+    def since_ready(self) -> float:
+        """Seconds since the set-up ended."""
+        return time.monotonic() - self.wall - self.setup_s
+
     def ready(self) -> None:
         self.setup_s = time.monotonic() - self.wall
 
@@ -47,8 +52,18 @@ class Stopwatch:
         report.peak_memory = peak_memory()
 
 
-def fill(report: Report, stats: RunStats, lanes: LaneSet, busy: Mapping[str, float], workers: int) -> None:
-    """Add a run's counts to `report`. `busy`: seconds per stage summed over `workers` threads."""
+def fill(
+    report: Report,
+    stats: RunStats,
+    lanes: LaneSet,
+    busy: Mapping[str, float],
+    workers: int,
+    *,
+    seconds: float | None = None,
+) -> None:
+    """Add a run's counts to `report`. `busy`: seconds per stage summed over `workers` threads; shares are of
+    `seconds` (the executor's own time when None).
+    """
     report.requests += stats.requests
     report.retries += stats.retries
     report.hedges += stats.hedges
@@ -59,7 +74,7 @@ def fill(report: Report, stats: RunStats, lanes: LaneSet, busy: Mapping[str, flo
     report.paths = [lane.report() for lane in lanes.lanes]
     report.transport = lanes.report()
     report.notes.extend(stats.notes)
-    wall = max(stats.seconds, 1e-9)
+    wall = max(stats.seconds if seconds is None else seconds, 1e-9)
     report.stages = {stage: min(1.0, seconds / wall / workers) for stage, seconds in sorted(busy.items())}
     if lanes.lanes:
         report.stages["transfer"] = sum(lane.active_s for lane in lanes.lanes) / wall / len(lanes.lanes)

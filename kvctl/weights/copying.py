@@ -96,12 +96,12 @@ class _Copy:
             self.writing.close()
             buffer.close()
         report = self.report
-        fill(report, self.stats, self.writing, self.clock.busy(), 1)
+        fill(report, self.stats, self.writing, self.clock.busy(), 1, seconds=watch.since_ready)
         report.paths = [lane.report() for lane in (*self.reading.lanes, *self.writing.lanes)]
         report.needed = report.fetched = sum(ref.size for ref in missing)
         report.written = sum(lane.bytes for lane in self.writing.lanes)
         report.verified = Verification("full", "", report.fetched)
-        report.extra |= {"chunks_written": len(missing), "chunks_shared": len(sources) - len(missing)}
+        report.extra |= {"new_chunks": len(missing), "shared_chunks": len(sources) - len(missing)}
         return found
 
     def _copy(self, batch: Sequence[ChunkRef], buffer: HostBuffer) -> dict[str, ChunkRef]:

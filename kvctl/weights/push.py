@@ -229,7 +229,7 @@ class _Pushing:
         finally:
             self.ctx.progress.end()
         report = self.report
-        fill(report, self.stats, self.writing, self.clock.busy(), self.workers)
+        fill(report, self.stats, self.writing, self.clock.busy(), self.workers, seconds=watch.since_ready)
         report.bytes = report.needed = report.fetched = total
         report.written = self.new_bytes
         report.tensors = sum(len(state.file.header.tensors) for state in states)
@@ -238,10 +238,10 @@ class _Pushing:
         report.verified = Verification("full", "every chunk's digest was computed from the bytes written", total)
         report.notes.extend(f"ignored {item.name}: {item.reason}" for item in self.source.source.ignored)
         report.extra |= {
-            "chunks_written": self.new_chunks,
-            "chunks_shared": self.shared_chunks,
-            "bytes_written": self.new_bytes,
-            "bytes_shared": self.shared_bytes,
+            "new_chunks": self.new_chunks,
+            "shared_chunks": self.shared_chunks,
+            "new_bytes": self.new_bytes,
+            "shared_bytes": self.shared_bytes,
         }
 
     # -- windows of data -----------------------------------------------------------------------------------
