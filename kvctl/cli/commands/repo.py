@@ -100,9 +100,9 @@ def stats(**s3: Any) -> None:  # Any: as S3Flags takes them
 @s3_options
 def check(*, read_data: str | None, **s3: Any) -> None:  # Any: as S3Flags takes them
     """Look for holes, orphans and damage; change nothing. Ends with 7 when something is lost or wrong, with 3 when
-    replicas are missing; garbage is no problem.
+    replicas are missing or a member is down; garbage is no problem.
     """
-    from kvctl.core.errors import IntegrityError
+    from kvctl.core.errors import IntegrityError, PartialError
 
     app = current()
     stores = app.repo(S3Flags(**s3))
@@ -123,6 +123,12 @@ def check(*, read_data: str | None, **s3: Any) -> None:  # Any: as S3Flags takes
             hint="`kvctl repo repair` mends what has a good copy",
         )
     require_ok(result)
+    if result.members_down:
+        raise PartialError(
+            "what answers is in order, but not every member does",
+            cause=f"no answer from {', '.join(result.members_down)}",
+            hint="`kvctl repo status` says why",
+        )
 
 
 @click.command("repair", cls=KvCommand)
