@@ -5,19 +5,17 @@ Without a GPU, or without torch, everything here raises one EnvError that says w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvctl.core.errors import CapacityError, EnvError, UsageError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
 
 SLOT: Final = 32 << 20  # bytes of one pinned staging slot
 
 
-def require(device: str) -> ModuleType:
+def require(device: str) -> Any:  # Any: the torch module
     """torch, when `device` ('cuda' or 'cuda:N') can be used here. Raises EnvError or UsageError."""
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdigit()):
