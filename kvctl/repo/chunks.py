@@ -62,7 +62,7 @@ def name_of_key(key: str) -> str | None:
     return name if _NAME.fullmatch(name) and folder == name[:2] and key.startswith(CHUNKS) else None
 
 
-def digest_of(view: bytes | memoryview) -> str:
+def digest_of(view: bytes | bytearray | memoryview) -> str:
     return blake3.blake3(view).hexdigest()
 
 
@@ -70,14 +70,14 @@ def leaf_count(size: int) -> int:
     return -(-size // LEAF)
 
 
-def leaf_table(view: bytes | memoryview) -> bytes:
+def leaf_table(view: bytes | bytearray | memoryview) -> bytes:
     """The leaf table of a whole chunk."""
     flat = memoryview(view).cast("B") if len(view) else memoryview(b"")
     leaves = [xxhash.xxh3_64_intdigest(flat[at : at + LEAF]) for at in range(0, len(flat), LEAF)]
     return struct.pack(f"<{len(leaves)}Q", *leaves)
 
 
-def verify_leaves(view: bytes | memoryview, offset_in_chunk: int, table: bytes | memoryview) -> None:
+def verify_leaves(view: bytes | bytearray | memoryview, offset_in_chunk: int, table: bytes | memoryview) -> None:
     """Check bytes that begin at `offset_in_chunk` (a multiple of LEAF) and end at a leaf's end against the
     chunk's `table`. Raises IntegrityError for bytes that differ, or that are not whole leaves of this chunk.
     """

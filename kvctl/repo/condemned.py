@@ -3,6 +3,9 @@
 `gc/condemned.json` on every member: {seq, names: {name: condemned since}}. It grows by publication, and shrinks
 only by names whose objects are gone: a condemned name is never relied on and never written again, so a late
 delete harms nothing. A publication counts once every member has it.
+
+A name that turns out to be needed (a writer had declared it before it was condemned) stays in the set, since
+`null`: writers go on to avoid it, and its grace period begins when it is found unneeded again.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class Condemned:
     """`seq` grows with each change; `version` is what a conditional put at the home takes ('': a copy)."""
 
     seq: int
-    names: Mapping[str, datetime]
+    names: Mapping[str, datetime | None]
     version: str | None = None
 
 
@@ -38,13 +41,16 @@ def read_condemned(repo: Repo) -> Condemned:
         return Condemned(0, {})
     try:
         document = json.loads(data)
-        names = {str(name): datetime.fromisoformat(since) for name, since in document["names"].items()}
+        names = {
+            str(name): None if since is None else datetime.fromisoformat(since)
+            for name, since in document["names"].items()
+        }
         return Condemned(int(document["seq"]), names, version)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise FormatError(f"{CONDEMNED} is malformed", cause=str(problem)) from problem
 
 
-def publish(repo: Repo, old: Condemned, names: Mapping[str, datetime]) -> Condemned:
+def publish(repo: Repo, old: Condemned, names: Mapping[str, datetime | None]) -> Condemned:
     """Replace `old` by `names`; on return every member has it. Raises ConflictError when somebody else changed
     the set meanwhile, MemberDownError when a member does not take it.
     """
@@ -52,7 +58,7 @@ def publish(repo: Repo, old: Condemned, names: Mapping[str, datetime]) -> Condem
     document = {
         "schema": "kvctl.condemned/1",
         "seq": seq,
-        "names": {name: names[name].isoformat() for name in sorted(names)},
+        "names": {name: None if since is None else since.isoformat() for name, since in sorted(names.items())},
     }
     data = json.dumps(document, indent=0).encode()
     if old.version == "":

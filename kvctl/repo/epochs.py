@@ -120,7 +120,7 @@ def _settle(repo: Repo, result: MoveResult) -> None:
         members=fmt.epoch.members,
         names={member: fmt.name(member) for member in fmt.epoch.members},
     )
-    # the leaving ones first: who still works by the old view must find out from any of them
-    for member in [repo.member(item) for item in sorted(leaving)]:
-        _write_one(member, settled, settled.to_bytes())
     write_format(repo, settled)
+    # those that leave come last: until then they show that something is not finished
+    for member in leaving:
+        _write_one(repo.member(member), settled, settled.to_bytes())

@@ -7,7 +7,7 @@ One pass:
     4. delete names that were condemned at least `grace` ago and are not marked,
     5. publish the new set: less what is gone, plus what is garbage now.
 A name that is condemned and marked all the same (it was declared before it was condemned) stays condemned, so
-that nobody new relies on it, and its grace begins anew.
+that nobody new relies on it; its grace begins when a later pass does not find it marked.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def run_gc(repo: Repo, options: GcOptions | None = None) -> GcResult:
         if not options.dry_run:
             result.swept_metadata = finish_deletions(repo)
         condemned = _pass(repo, options, budget, result)
-        if options.grace <= 0 and result.condemned and result.complete and not options.dry_run:
+        waiting = any(since is not None for since in condemned.names.values())
+        if options.grace <= 0 and waiting and result.complete and not options.dry_run:
             again = GcResult()
             condemned = _pass(repo, options, budget, again)
             result.deleted_objects += again.deleted_objects
@@ -136,7 +137,7 @@ def _pass(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> 
     due = now - timedelta(seconds=options.grace)
     doomed = [
         chunks[name] for name, since in sorted(old.names.items())
-        if name in chunks and name not in marks.live and since <= due
+        if name in chunks and name not in marks.live and since is not None and since <= due
     ]  # fmt: skip
     gone = _delete(repo, doomed, budget, result, options)
     garbage = {name for name in chunks if name not in marks.live and name not in old.names}
@@ -154,9 +155,9 @@ def _pass(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> 
 
 def _next_names(
     old: Condemned, chunks: Mapping[str, Chunk], gone: set[str], live: set[str], now: datetime
-) -> dict[str, datetime]:
+) -> dict[str, datetime | None]:
     stay = {name: since for name, since in old.names.items() if name in chunks and name not in gone}
-    return {name: now if name in live else since for name, since in stay.items()}
+    return {name: None if name in live else since or now for name, since in stay.items()}
 
 
 def _delete(repo: Repo, doomed: Sequence[Chunk], budget: _Budget, result: GcResult, options: GcOptions) -> set[str]:

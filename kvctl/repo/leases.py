@@ -5,7 +5,10 @@ has an expiry by that member's clock, but a hold ends only when gc *closes* it b
 finds its hold still open therefore knows that no gc has ever left it out, whatever the clocks say.
 
 The rule that makes a held chunk safe: declare the name first, then read the condemned set. gc publishes that set
-before it reads holds for its last look, so either gc sees the hold or the holder sees the condemned name.
+before it reads holds for its last look, so either gc sees the hold or the holder sees the condemned name. A name
+leaves the set once its objects are deleted, so the holder also needs proof that the chunk was there after it
+declared: writers compare the set with the one they read before they listed chunks, readers look whether the
+manifest is still there.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from kvctl.core.errors import ConflictError, FormatError, MemberDownError, NotFoundError, TransientError
+from kvctl.repo import manifests
 from kvctl.repo.layout import INTENTS, LEASES
 from kvctl.repo.members import RepoMember
 from kvctl.repo.process import identity, is_gone
@@ -130,28 +134,29 @@ class Hold:
             self.member.store.delete(self._parts)
 
 
-def lease(repo: Repo, names: Iterable[str], label: str, *, ttl: float = TTL) -> Hold:
-    """A reader's lease on chunks, renewed by `keep`, given back by `release`.
+def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -> tuple[Hold, bytes]:
+    """A reader's lease on every chunk of the manifest at `key`, and the manifest. Renew it by `keep`, give it back
+    by `release`: until then its chunks stay, even when the manifest is deleted.
 
-    Raises NotFoundError when some of them are condemned already: what named them was deleted. AuthError with
-    read-only credentials: such a reader goes unleased, and has the grace period.
+    Raises NotFoundError when the manifest is not there (any more), TransientError when a lease cannot be had just
+    now, AuthError with read-only credentials: such readers may go unleased, and have gc's grace period.
     """
     from kvctl.repo.condemned import read_condemned
 
-    hold = Hold.begin(repo, LEASES, label, ttl=ttl)
+    data = repo.read_meta(key)
+    hold = Hold.begin(repo, LEASES, label or key, ttl=ttl)
     try:
-        hold.declare(names)
-        gone = hold.names & read_condemned(repo).names.keys()
-        if gone:
-            raise NotFoundError(
-                f"{label} is being deleted",
-                cause=f"{len(gone)} of its {len(hold.names)} chunks are condemned by gc",
-                hint="push it again",
-            )
+        hold.declare(ref.name for ref in manifests.chunk_refs(manifests.parse(data, key), key))
+        condemned = read_condemned(repo).names
+        if any(condemned.get(name) is not None for name in hold.names):
+            raise TransientError(f"no lease on {key} just now", cause="gc is about to look at its chunks again")
+        # still there after the chunks were declared: whoever deletes it now, gc sees the lease
+        if repo.read_meta(key) != data:
+            raise TransientError(f"{key} was replaced just now", hint="run it again")
     except BaseException:
         hold.release()
         raise
-    return hold
+    return hold, data
 
 
 def read_holds(repo: Repo, prefix: str) -> list[HoldInfo]:
@@ -256,7 +261,7 @@ __all__ = [
     "Hold",
     "HoldInfo",
     "close_hold",
-    "lease",
+    "lease_manifest",
     "leased",
     "read_holds",
     "sweep_hold",

@@ -83,7 +83,10 @@ def drain(repo: Repo, which: str) -> MoveResult:
     repo.require_all("drain a member")
     leaving = [item for item in repo.extras if which in {item.config.url, item.member.member if item.member else ""}]
     if leaving:  # a drain that was interrupted after the member had left
-        return _finish_drain(repo, leaving)
+        with Owner.take(repo, "drain") as owner:
+            result = advance(repo, owner)
+            _erase_found(leaving)
+            return result
     member = find_member(repo, which)
     with Owner.take(repo, "drain") as owner:
         if not repo.format.settled and member.id in repo.format.epoch.members:
@@ -105,11 +108,10 @@ def drain(repo: Repo, which: str) -> MoveResult:
     return result
 
 
-def _finish_drain(repo: Repo, leaving: Sequence[Found]) -> MoveResult:
+def _erase_found(leaving: Sequence[Found]) -> None:
     for item in leaving:
-        assert item.member is not None
-        erase(RepoMember(item.config.url, 0, item.config, item.store, item.member.member))
-    return MoveResult(repo.format.epoch.number, CopyResult(), SyncResult(), CopyResult())
+        if item.member is not None:
+            erase(RepoMember(item.config.url, 0, item.config, item.store, item.member.member))
 
 
 def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
@@ -118,10 +120,17 @@ def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
     Whoever runs this declares a member that does not answer dead: what only it had is lost. All other members
     must answer.
     """
-    for item in repo.members:  # a replacement that was interrupted
-        if item.config.url == new.url and item.down is None and not repo.format.settled:
-            with Owner.take(repo, "replace") as owner:
-                return _finish_replace(repo, owner)
+    found = look(new, repo.ctx, repo.opener)
+    if found.error is not None:
+        raise found.error
+    if found.member is not None and found.member.repo == repo.id and found.member.member in repo.format.live:
+        # a replacement that was interrupted after it had begun the new epoch
+        left = [item for item in repo.extras if old in {item.config.url, item.member.member if item.member else ""}]
+        repo.members = [_answering(item, found) for item in repo.members]
+        with Owner.take(repo, "replace") as owner:
+            result = _finish_replace(repo, owner)
+            _erase_found(left)
+            return result
     gone = find_member(repo, old)
     others = [member for member in repo.down if member.id != gone.id]
     if others:
@@ -130,9 +139,6 @@ def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
             cause=str(others[0].down),
             hint="all other members must know of the replacement: bring it back first",
         )
-    found = look(new, repo.ctx, repo.opener)
-    if found.error is not None:
-        raise found.error
     with _without(repo, gone), Owner.take(repo, "replace") as owner:
         member = adopt(repo, found)
         if gone.down is None:
@@ -143,6 +149,12 @@ def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
         erase(gone)
     gone.store.close()
     return result
+
+
+def _answering(member: RepoMember, found: Found) -> RepoMember:
+    if found.member is None or found.member.member != member.id or member.down is None:
+        return member
+    return dataclasses.replace(member, config=found.config, store=found.store, down=None)
 
 
 def _finish_replace(repo: Repo, owner: Owner) -> MoveResult:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from kvctl.core.errors import ConflictError, FormatError, KvctlError, NotFoundError
 from kvctl.repo import metadata
 from kvctl.repo.layout import OWNER
+from kvctl.repo.process import identity, is_gone
 
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
@@ -46,9 +47,12 @@ class Owner:
             version: str | None = store.stat(OWNER).version
             held = _parse(store.get(OWNER))
         except NotFoundError:
-            version, held = None, {"token": 0, "expires": datetime.fromtimestamp(0, UTC).isoformat(), "label": ""}
+            version, held = (
+                None,
+                {"token": 0, "expires": datetime.fromtimestamp(0, UTC).isoformat(), "label": "", "process": ""},
+            )
         expires = datetime.fromisoformat(str(held["expires"]))
-        if expires > store.now():
+        if expires > store.now() and not is_gone(str(held["process"])):
             raise ConflictError(
                 f"{held['label']} is running on this repo",
                 cause=f"its lock expires at {expires:%Y-%m-%d %H:%M:%S} UTC",
@@ -65,6 +69,7 @@ class Owner:
             "label": self._label,
             "token": self.token,
             "expires": expires.isoformat(),
+            "process": identity(),
             "nonce": secrets.token_hex(4),
         }
         data = json.dumps(document).encode()
@@ -91,6 +96,6 @@ class Owner:
 def _parse(data: bytes) -> dict[str, object]:
     try:
         document = json.loads(data)
-        return {name: document[name] for name in ("token", "expires", "label")}
+        return {name: document[name] for name in ("token", "expires", "label", "process")}
     except (ValueError, KeyError, TypeError) as problem:
         raise FormatError(f"{OWNER} is malformed", cause=str(problem), hint=f"remove {OWNER}") from problem

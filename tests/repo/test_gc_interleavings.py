@@ -14,7 +14,7 @@ from kvctl.repo import manifests, owner
 from kvctl.repo.chunks import digest_of
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.layout import INTENTS, LEASES, model_key
-from kvctl.repo.leases import TTL, lease, read_holds
+from kvctl.repo.leases import TTL, lease_manifest, read_holds
 from kvctl.repo.marking import list_chunks, manifest_refs
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
@@ -64,14 +64,10 @@ class World:
         def run(actor: Actor) -> str:
             with self.open(actor) as repo:
                 try:
-                    document = manifests.parse(repo.read_meta(model_key("old", "1")), "old")
+                    held, data = lease_manifest(repo, model_key("old", "1"))
                 except NotFoundError:
                     return "gone"
-                refs = manifests.chunk_refs(document)
-                try:
-                    held = lease(repo, [ref.name for ref in refs], "old", ttl=TTL)
-                except NotFoundError:
-                    return "condemned"
+                refs = manifests.chunk_refs(manifests.parse(data, "old"))
                 for ref in refs:
                     data = repo.locate(ref.digest)[0].store.get(ref.key)
                     assert digest_of(data) == ref.digest
