@@ -3,8 +3,9 @@
 Aims: whole tensors share chunks across fine-tunes, longer headers and other shardings; a tensor-parallel rank reads
 whole chunks. So the data section is cut at tensor boundaries, and
 
-- tensors that are split among ranks are cut into lanes: sixteenths along the split dimension, two to a chunk. Ranks of
-  2, 4 or 8 read whole chunks, of 16 half chunks. Row-parallel tensors make column tiles, stored row by row;
+- tensors that are split among ranks are cut into lanes, one to a chunk: eighths along the split dimension, made of two
+  sixteenths in tensors of a stripe and more. Ranks of 2, 4 or 8 read whole chunks, of 16 half chunks. Row-parallel
+  tensors make column tiles, stored row by row;
 - a lane of a big tensor is cut again every stripe (tiles: in bands of rows);
 - neighbours smaller than a stripe share chunks (lane by lane), up to `GROUP` stripes in all, and never across a layer.
   Groups end where a hash of the module's name says so, not by position, so that another sharding finds the same groups
@@ -77,7 +78,7 @@ def cut_file(header: Header, stripe: int, rules: Rules | None = None, heads: Hea
         if tensor.nbytes < max(1, stripe // _TINY):
             tiny.append(tensor)
             continue
-        item = _Laned(tensor, _lanes(tensor, rules.axis(tensor.name, tensor.shape), heads))
+        item = _Laned(tensor, _lanes(tensor, rules.axis(tensor.name, tensor.shape), heads, stripe))
         if group and not _continues(group, item, stripe):
             cuts += _cut_group(group, stripe)
             group = []
@@ -143,7 +144,7 @@ class _Laned:
         return any(not part.contiguous for part in self.lanes[0])
 
 
-def _lanes(tensor: TensorInfo, axis: Axis, heads: Heads) -> tuple[tuple[Strided, ...], ...]:
+def _lanes(tensor: TensorInfo, axis: Axis, heads: Heads, stripe: int) -> tuple[tuple[Strided, ...], ...]:
     dim = axis.dim
     whole = ((span(tensor.start, tensor.nbytes),),)
     if dim is None or dim >= len(tensor.shape):
@@ -151,7 +152,8 @@ def _lanes(tensor: TensorInfo, axis: Axis, heads: Heads) -> tuple[tuple[Strided,
     parts = parts_of(tensor.shape[dim], axis, heads)
     if dim > 0 and len(parts) > 1:
         return whole
-    for count in LANES:
+    # A sixteenth of a small tensor is less than a leaf: recording it would gain nothing.
+    for count in LANES if tensor.nbytes >= stripe else LANES[1:]:
         if any(length % count for length, _ in parts):
             continue
         lanes: list[tuple[Strided, ...]] = []
