@@ -75,7 +75,8 @@ class _Attempt:
 
 class Executor:
     """Runs tasks once. `arena` holds tasks that bring no buffer; `budget` bounds bytes in flight (None: the
-    windows alone bound them). Raises the first fatal error after everything in flight has ended."""
+    windows alone bound them). `max_rate`: bytes/s that the lanes are held to, so that waiting for a turn is not
+    taken for a stall. Raises the first fatal error after everything in flight has ended."""
 
     def __init__(
         self,
@@ -86,12 +87,15 @@ class Executor:
         budget: int | None = None,
         hedge: bool = True,
         finishers: int | None = None,
+        max_rate: int | None = None,
     ) -> None:
         self._lanes = list(lanes)
         self._ctx = ctx
         self._arena = arena
         self._budget = budget
-        self._hedge = hedge and len(self._lanes) > 1
+        # a range that waits for its turn under a rate limit is not slow
+        self._hedge = hedge and len(self._lanes) > 1 and max_rate is None
+        self._max_rate = max_rate
         self._finishers = finishers or min(4, os.cpu_count() or 1)
         self._by_member: dict[int, list[Lane]] = {}
         for lane in self._lanes:
@@ -183,7 +187,8 @@ class Executor:
             if now - state.first_failure > limit and not state.finishing:
                 self._error = self._gave_up(state, limit)
                 return
-        if now - self._last_progress > limit:
+        waiting_turn = 2 * self._inflight_bytes / self._max_rate if self._max_rate else 0.0
+        if now - self._last_progress > limit + waiting_turn:
             waiting = sorted({attempt.lane.member_name for attempt in self._attempts.values()})
             self._error = StalledError(
                 f"no progress for {limit:g} s",

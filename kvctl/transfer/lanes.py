@@ -14,6 +14,7 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.transfer.report import PathReport, TransportReport
 from kvctl.transports.api import Store, Transport
+from kvctl.transports.limit import LimitedTransport, TokenBucket
 from kvctl.transports.registry import Choice, choose, open_store, open_transports
 from kvctl.transports.retry import RetryStore
 
@@ -107,6 +108,7 @@ def open_lanes(
     serve a member: nothing falls back silently."""
     lanes: list[Lane] = []
     choices: dict[str, Choice] = {}
+    bucket = None if max_rate is None else TokenBucket(max_rate)
     try:
         for member in members:
             scheme = member.config.scheme
@@ -115,7 +117,8 @@ def open_lanes(
             opened = open_transports(member.config, member.store, choices[scheme], options)
             names = member.config.endpoints or ("",)
             for endpoint, way in zip(names, opened, strict=True):
-                lanes.append(Lane(member.index, member.name, endpoint, way))
+                held = way if bucket is None else LimitedTransport(way, bucket=bucket)
+                lanes.append(Lane(member.index, member.name, endpoint, held))
     except BaseException:
         for lane in lanes:
             lane.transport.close()

@@ -73,6 +73,7 @@ class _Copy:
         self.report = report
         self.ctx = ctx
         self.clock = StageClock()
+        self.max_rate = request.max_rate
         self.stats = RunStats()
         self.reading: LaneSet = open_lanes(source.up, max_rate=request.max_rate)
         self.writing: LaneSet = open_lanes(target.up, max_rate=request.max_rate)
@@ -126,8 +127,8 @@ class _Copy:
                 writes.append(write)
                 placing.append((new, member))
             at += ref.size
-        self.stats.add(Executor(self.reading.lanes, self.ctx).run(reads))
-        self.stats.add(Executor(self.writing.lanes, self.ctx.quiet()).run(writes))
+        self.stats.add(Executor(self.reading.lanes, self.ctx, max_rate=self.max_rate).run(reads))
+        self.stats.add(Executor(self.writing.lanes, self.ctx.quiet(), max_rate=self.max_rate).run(writes))
         for new, member in placing:
             self.push.placed(new, member)
         self.push.keep()

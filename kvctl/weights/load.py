@@ -217,6 +217,7 @@ class _Loading:
                 budget=self.request.max_in_flight_bytes,
                 hedge=self.request.hedge,
                 finishers=workers,
+                max_rate=self.request.max_rate,
             )
             try:
                 executor.run(tasks)

@@ -289,9 +289,13 @@ class _Pushing:
                     at += part.width
         else:
             tasks = _pieces(place, file.size, base + window.start, window.length, buffer, 0)
-        stats = Executor(self.reading.lanes, self.ctx.quiet(), budget=self.request.max_in_flight_bytes).run(tasks)
+        stats = self._executor(self.reading).run(tasks)
         self.report.requests += stats.requests
         self.report.retries += stats.retries
+
+    def _executor(self, lanes: LaneSet) -> Executor:
+        limits = self.request
+        return Executor(lanes.lanes, self.ctx.quiet(), budget=limits.max_in_flight_bytes, max_rate=limits.max_rate)
 
     def _process(self, state: _FileState, window: _Window, buffer: HostBuffer, read: Future[None]) -> None:
         with self.clock.timed("wait for source"):
@@ -372,7 +376,7 @@ class _Pushing:
                 )
                 placing.append((ref, member))
         if tasks:
-            stats = Executor(self.writing.lanes, self.ctx.quiet(), budget=self.request.max_in_flight_bytes).run(tasks)
+            stats = self._executor(self.writing).run(tasks)
             self.stats.add(stats)
             self.new_bytes += stats.bytes
         for ref, member in placing:
