@@ -79,7 +79,7 @@ def close(lanes: Sequence[Lane]) -> None:
 def test_every_byte_lands_and_counts_are_exact() -> None:
     buffer = HostBuffer(len(DATA))
     lanes = lanes_of(Scripted(), Scripted())
-    stats = Executor(lanes, context()).run(pieces([0, 1], buffer))
+    stats = Executor(lanes, context(), hedge=False).run(pieces([0, 1], buffer))
     close(lanes)
     assert bytes(buffer.view) == DATA
     assert stats.tasks == stats.requests == len(DATA) // PIECE
@@ -164,8 +164,14 @@ def test_a_dead_member_with_replicas_is_reported_and_its_ranges_move() -> None:
     def dead(transport: Scripted, op: Op) -> None:
         raise MemberDownError("connection refused")
 
+    refusing = Scripted(dead)
+
+    def after_the_refusals(transport: Scripted, op: Op) -> None:
+        while len(refusing.seen) < 3:
+            time.sleep(0.001)
+
     buffer = HostBuffer(len(DATA))
-    lanes = lanes_of(Scripted(dead), Scripted())
+    lanes = lanes_of(refusing, Scripted(after_the_refusals))
     executor = Executor(lanes, context())
     stats = executor.run(pieces([0, 1], buffer))
     close(lanes)
