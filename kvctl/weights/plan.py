@@ -297,6 +297,15 @@ def over_fetch(runs: Sequence[Run]) -> float:
     return sum(run.length for run in runs) / needed if needed else 1.0
 
 
+def misaligned_bytes(runs: Sequence[Run], starts: Sequence[int]) -> int:
+    """Bytes of in-place runs whose place in memory and in their object differ modulo 4 KiB, so that O_DIRECT or RDMA
+    cannot land them there. `starts`: the offset of each output's data section in its (page-aligned) buffer.
+    """
+    return sum(
+        run.length for run in runs if run.dest is not None and (starts[run.output] + run.dest - run.offset) % _ALIGN
+    )
+
+
 def spread(runs: Sequence[Run]) -> Mapping[int, tuple[int, int]]:
     """Member -> (bytes, requests), by each run's first place."""
     found: dict[int, tuple[int, int]] = {}

@@ -35,6 +35,8 @@ _BY_PATH: Final[tuple[tuple[str, bool], ...]] = (
     ("*.attention.output.dense", False),
     ("*.output.dense", False),
     ("*.attention.dense", False),
+    ("*.self_attn.dense", False),
+    ("*.self_attention.dense", False),
 )
 _TRANSPOSED: Final = frozenset({"qweight", "qzeros", "scales"})  # GPTQ and AWQ keep (in, out)
 _SCALES: Final = ("scale", "scale_inv", "zero_point", "weight_scale", "weight_scale_inv", "weight_zero_point")

@@ -108,9 +108,11 @@ class WeightSource:
 
 
 def split_source(config: StoreConfig) -> tuple[StoreConfig, str]:
-    """A weights URL as (store, prefix): `…/model.safetensors` is a key of the store above it, else a folder."""
+    """A weights URL as (store, prefix): what is called like a weights file is a key of the store above it, else the
+    URL is a folder.
+    """
     parent, slash, name = config.url.rpartition("/")
-    if slash and name.endswith(SHARD_SUFFIX) and not parent.endswith(":/"):
+    if slash and name.endswith((SHARD_SUFFIX, *_PICKLES, *_OTHER_FORMATS)) and not parent.endswith(":/"):
         return StoreConfig(parent, config.endpoints, config.options), name
     return config, ""
 
@@ -147,6 +149,15 @@ def read_pinned(store: Store, read: HeadRead) -> bytes:
 
 def _where(store: Store, key: str) -> str:
     return f"{store.url}/{key}"
+
+
+def _pickled(place: str, names: list[str]) -> IncompatibleError:
+    return IncompatibleError(
+        f"{place} holds pickled weights only ({names[0]})",
+        cause="opening a pickle runs the code inside it, so kvctl never does",
+        hint="convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)",
+        details={"files": names},
+    )
 
 
 class _Opener:
@@ -212,7 +223,9 @@ class _Opener:
         self.requests += 1
         for info in self.store.list(folder):
             name = info.key[len(folder) :]
-            if name and "/" not in name:
+            if "\\" in name or "\0" in name or name in {".", ".."}:
+                self.ignored.append(Ignored(name, "a name that no folder can hold"))
+            elif name and "/" not in name:
                 found[name] = info
         return found
 
@@ -265,12 +278,7 @@ class _Opener:
         pickles = sorted(name for name in listed if name.endswith(_PICKLES))
         others = sorted(name for name in listed if name.endswith(_OTHER_FORMATS))
         if pickles:
-            raise IncompatibleError(
-                f"{self._place()} holds pickled weights only ({pickles[0]})",
-                cause="opening a pickle runs the code inside it, so kvctl never does",
-                hint="convert it where you trust it: model.save_pretrained(folder, safe_serialization=True)",
-                details={"files": pickles},
-            )
+            raise _pickled(self._place(), pickles)
         if others:
             raise IncompatibleError(
                 f"{self._place()} holds weights of another format only ({others[0]})",
@@ -291,6 +299,8 @@ class _Opener:
             info = self.store.stat(key)
         except NotFoundError:
             return
+        if info.key.endswith(_PICKLES):
+            raise _pickled(_where(self.store, info.key), [info.key])
         raise IncompatibleError(
             f"{_where(self.store, info.key)} is a file, but not called .safetensors",
             hint="give a .safetensors file or the folder of a model",

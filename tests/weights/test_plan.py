@@ -14,7 +14,7 @@ from kvctl.transfer.tasks import Place
 from kvctl.weights.cut import cut_file, gather
 from kvctl.weights.dtypes import DTYPES
 from kvctl.weights.layout import Layout, layout_files, layout_rank
-from kvctl.weights.plan import SourceObject, merge_wants, over_fetch, plan_runs, spread
+from kvctl.weights.plan import SourceObject, merge_wants, misaligned_bytes, over_fetch, plan_runs, spread
 from kvctl.weights.runs import Run, scatter
 from kvctl.weights.safetensors import Header, parse_header
 from kvctl.weights.slicing import Heads, slice_model
@@ -124,6 +124,10 @@ def test_a_whole_plain_load_is_in_place_and_exact() -> None:
     assert over_fetch(runs) == 1.0
     assert {run.places[0].key for run in runs[:2]} == {"o0", "o1"}  # both files from the first requests on
     assert [output.congruent_to for output in layout.outputs] == [header.header_size for header in source.headers]
+    assert misaligned_bytes(runs, [output.congruent_to for output in layout.outputs]) == 0
+    assert misaligned_bytes(runs, [header.header_size + 8 for header in source.headers]) == sum(
+        run.length for run in runs
+    )
     assert all(run.offset % 4096 == 0 for run in runs if run.offset > run.object_size // 2)
 
 

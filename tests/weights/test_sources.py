@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -125,7 +126,32 @@ def test_urls_split_into_store_and_key() -> None:
     assert split_source(StoreConfig("file:///m.safetensors")) == (StoreConfig("file://"), "m.safetensors")
 
 
-def test_a_folder_on_disk_opens(tmp_path: object) -> None:
+def test_a_url_of_a_pickle_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    config, prefix = split_source(StoreConfig(f"file://{tmp_path}/pytorch_model.bin"))
+    with pytest.raises(IncompatibleError, match=r"pytorch_model\.bin holds pickled weights only"):
+        open_source(open_store(config), prefix, CTX)
+
+
+def test_links_into_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    write_llama(str(blobs), SHAPE)
+    snapshot.mkdir(parents=True)
+    for name in ("model.safetensors", "config.json"):
+        (snapshot / name).symlink_to(blobs / name)
+    source = open_source(open_store(StoreConfig(f"file://{snapshot}")), "", CTX)
+    assert names(source) == ["model.safetensors"]
+    assert source.sidecar("config.json") is not None
+
+
+def test_names_are_taken_literally_or_ignored() -> None:
+    one = file_bytes([("a", "U8", (1,))])
+    source = open_source(stored({"-wéird name.safetensors": one, "..\\up.safetensors": one}), "", CTX)
+    assert names(source) == ["-wéird name.safetensors"]
+    assert source.ignored[0].name == "..\\up.safetensors"
+
+
+def test_a_folder_on_disk_opens(tmp_path: Path) -> None:
     write_llama(str(tmp_path), SHAPE, shards=2)
     store = open_store(StoreConfig(f"file://{tmp_path}"))
     source = open_source(store, "", CTX)
@@ -221,7 +247,8 @@ def test_sidecars_are_read_under_their_versions() -> None:
         ({"config.json": b"{}"}, "", NotFoundError, "1 files are there"),
         ({"pytorch_model.bin": b"", "config.json": b"{}"}, "", IncompatibleError, "pickled weights only"),
         ({"model.gguf": b""}, "", IncompatibleError, "another format"),
-        ({"model.bin": b""}, "model.bin", IncompatibleError, "is a file"),
+        ({"model.bin": b""}, "model.bin", IncompatibleError, "pickled weights only"),
+        ({"weights.dat": b""}, "weights.dat", IncompatibleError, "is a file"),
         ({}, "gone.safetensors", NotFoundError, "gone"),
         ({"model.safetensors": b""}, "", FormatError, "empty file"),
         ({"model.safetensors": b"<html>no</html>"}, "model.safetensors", FormatError, "HTML page"),
