@@ -66,6 +66,7 @@ class SeaweedFS:
     ports: Mapping[str, int] = field(default_factory=dict)
     access_key: str = ACCESS_KEY
     secret_key: str = SECRET_KEY
+    _made: set[str] = field(default_factory=set)
 
     @classmethod
     def launch(cls, folder: str) -> SeaweedFS:
@@ -132,6 +133,8 @@ class SeaweedFS:
 
     def make_bucket(self, name: str) -> None:
         """Create bucket `name`; an existing one is fine."""
+        if name in self._made:
+            return
         import boto3
         from botocore.config import Config
 
@@ -148,6 +151,7 @@ class SeaweedFS:
         except (client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
             return
         finally:
+            self._made.add(name)
             client.close()
 
     def store(self, bucket: str, prefix: str = "") -> StoreConfig:

@@ -18,6 +18,7 @@ from kvctl.transports.api import (
     StoreConfig,
     UploadInfo,
 )
+from kvctl.transports.keys import check_key
 from kvctl.transports.threaded import ThreadedTransport
 
 
@@ -77,6 +78,7 @@ class MemStore:
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
+        check_key(key)
         with self.space.lock:
             old = self.space.objects.get(self._prefix + key)
             if self.capabilities.conditional_put:
@@ -95,6 +97,7 @@ class MemStore:
             raise UsageError("a conditional delete takes one key")
         with self.space.lock:
             for key in keys:
+                check_key(key)
                 old = self.space.objects.get(self._prefix + key)
                 if if_version is not None and old is not None and old.version != if_version:
                     raise ConflictError(f"{self.url}: {key} is not at version {if_version} any more")
@@ -113,6 +116,7 @@ class MemStore:
         return
 
     def _find(self, key: str) -> _Object:
+        check_key(key)
         with self.space.lock:
             found = self.space.objects.get(self._prefix + key)
         if found is None:
@@ -132,6 +136,8 @@ class MemTransport(ThreadedTransport):
 
     def perform(self, op: Op) -> int:
         if op.kind == "write":
+            if op.offset != 0 or (op.object_size is not None and op.object_size != op.length):
+                raise UsageError(f"{self._store.url}: mem writes whole objects only ({op.key})")
             self._store.put(op.key, op.view)
             return 1
         item = self._store._find(op.key)

@@ -21,10 +21,32 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class ResumableList(Protocol):
-    """A store that can begin a list after a key; without it, a broken list starts over and skips."""
+class PagedList(Protocol):
+    """A store whose lists can be had page by page, so that only a failed page is asked for again. Without it, a
+    broken list starts over and skips. `lists_in_order`: pages come bytewise sorted.
+    """
 
-    def list_after(self, prefix: str, after: str) -> Iterator[ObjectInfo]: ...
+    @property
+    def lists_in_order(self) -> bool: ...
+    def list_page(self, prefix: str, token: str) -> tuple[Sequence[ObjectInfo], str]:
+        """A page and the token of the next one; '' is the first and behind the last."""
+        ...
+
+
+def from_pages(page: Callable[[str], tuple[Sequence[ObjectInfo], str]], *, in_order: bool) -> Iterator[ObjectInfo]:
+    """All objects of a paged list in bytewise order: as pages come in, or sorted once all are there."""
+    everything: list[ObjectInfo] = []
+    token = ""
+    while True:
+        items, token = page(token)
+        if in_order:
+            yield from items
+        else:
+            everything.extend(items)
+        if not token:
+            break
+    everything.sort(key=lambda item: item.key.encode())
+    yield from everything
 
 
 class RetryStore:
@@ -62,6 +84,13 @@ class RetryStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every key once, in order, even when pages fail: a try after a failure goes on behind the last key."""
+        if isinstance(self.inner, PagedList):
+            paged = self.inner
+            yield from from_pages(
+                lambda token: self._call(f"list {prefix}", lambda: paged.list_page(prefix, token)),
+                in_order=paged.lists_in_order,
+            )
+            return
         last: str | None = None
         items = iter(self.inner.list(prefix))
         while True:
@@ -73,7 +102,7 @@ class RetryStore:
                         if last is None or item.key.encode() > last.encode():
                             return item
                 except KvctlError:
-                    items = self._list_behind(prefix, last)  # a generator that raised is spent
+                    items = iter(self.inner.list(prefix))  # a generator that raised is spent
                     raise
                 return None
 
@@ -82,11 +111,6 @@ class RetryStore:
                 return
             last = found.key
             yield found
-
-    def _list_behind(self, prefix: str, last: str | None) -> Iterator[ObjectInfo]:
-        if last is not None and isinstance(self.inner, ResumableList):
-            return self.inner.list_after(prefix, last)
-        return iter(self.inner.list(prefix))
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         return self._call(f"get {key}", lambda: self.inner.get(key, start, length))
@@ -114,11 +138,11 @@ class RetryStore:
     def _read_back(self, key: str, data: bytes | memoryview) -> ObjectInfo | None:
         """The object's info when it holds exactly `data`."""
         try:
-            info = self.inner.stat(key)
-            if info.size != len(data) or self.inner.get(key) != data:
+            info = self.stat(key)
+            if info.size != len(data) or self.get(key) != data:
                 return None
             # the version belongs to the bytes just compared only when it is still the same
-            return info if self.inner.stat(key).version == info.version else None
+            return info if self.stat(key).version == info.version else None
         except NotFoundError:
             return None
 

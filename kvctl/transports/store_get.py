@@ -29,7 +29,10 @@ class StoreGetTransport(ThreadedTransport):
         self._check(op)
         data = self._store.get(op.key, op.offset, op.length)
         if len(data) != op.length:
-            raise SizeMismatchError(f"{self._store.url}: {op.key} gave {len(data)} bytes of {op.length} at {op.offset}")
+            size = self._store.stat(op.key).size
+            raise SizeMismatchError(
+                f"{self._store.url}: {op.key} ends at {size}, wanted [{op.offset}, {op.offset + op.length})"
+            )
         self._check(op)
         op.view[:] = data
         return 3

@@ -29,6 +29,8 @@ from kvctl.core.errors import (
     UsageError,
 )
 from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
+from kvctl.transports.keys import check_key
+from kvctl.transports.retry import from_pages
 from kvctl_s3.access import Access, no_credentials
 from kvctl_s3.errors import Doing, from_status, redact
 from kvctl_s3.settings import parse_settings
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _DELETE_BATCH: Final = 1000  # limit of DeleteObjects
+_PROBE: Final = ".kvctl-probe-"
 _UNSENT: Final = (boto_errors.EndpointConnectionError, boto_errors.ConnectTimeoutError)
 
 
@@ -55,6 +58,7 @@ class S3Store:
         self.access = Access(settings)
         self._bucket = settings.bucket
         self._prefix = settings.prefix
+        self.page_size = 1000  # the most that S3 gives
         self._first = 0  # the endpoint that answered last
         self._bucket_seen = False
         self._lock = threading.Lock()
@@ -71,9 +75,7 @@ class S3Store:
 
     def full_key(self, key: str) -> str:
         """The object's key in the bucket. Raises UsageError for keys that S3 or a proxy would change."""
-        if not key or key.startswith("/") or "\0" in key or any(part in {"", ".", ".."} for part in key.split("/")):
-            raise UsageError(f"{key!r} is not a key: its parts must not be empty, '.' or '..'")
-        full = self._prefix + key
+        full = self._prefix + check_key(key)
         if len(full.encode()) > 1024:
             raise UsageError(f"the key {key[:60]!r}.. is longer than S3's 1,024 bytes")
         return full
@@ -108,30 +110,38 @@ class S3Store:
             if problem.exit_code in {2, 4, 5}:
                 raise problem from None
 
+    @property
+    def lists_in_order(self) -> bool:
+        """AWS documents it. Servers over a file tree (SeaweedFS) list 'a/x' before 'a-b': those are sorted here."""
+        return self.access.is_aws()
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self.list_after(prefix, "")
+        return from_pages(lambda token: self.list_page(prefix, token), in_order=self.lists_in_order)
 
-    def list_after(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        """`list` from behind key `after`; a page of up to 1,000 keys is one request."""
-        last = self._prefix + after if after else ""
-        token = ""
-        while True:
-            where: dict[str, str] = {"ContinuationToken": token} if token else {"StartAfter": last} if last else {}
+    def list_page(self, prefix: str, token: str) -> tuple[Sequence[ObjectInfo], str]:
+        """One request: up to `page_size` objects, and the token of the next page ('' for the last)."""
+        where = {"ContinuationToken": token} if token else {}
 
-            def page(client: S3Client, where: dict[str, str] = where) -> Any:  # Any: boto's TypedDict
-                return client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **where)  # type: ignore[arg-type] # a TypedDict by name
+        def page(client: S3Client) -> Any:  # Any: boto's TypedDict
+            return client.list_objects_v2(
+                Bucket=self._bucket,
+                Prefix=self._prefix + prefix,
+                MaxKeys=self.page_size,
+                **where,  # type: ignore[arg-type] # a TypedDict by name
+            )
 
-            answer = self._call(page, prefix, "list")
-            for item in answer.get("Contents", []):
-                yield ObjectInfo(
-                    item["Key"][len(self._prefix) :],
-                    item["Size"],
-                    version_of(item["ETag"]),
-                    item["LastModified"].astimezone(UTC),
-                )
-            token = answer.get("NextContinuationToken", "")
-            if not answer.get("IsTruncated") or not token:
-                return
+        answer = self._call(page, prefix, "list")
+        items = [
+            ObjectInfo(
+                item["Key"][len(self._prefix) :],
+                item["Size"],
+                version_of(item["ETag"]),
+                item["LastModified"].astimezone(UTC),
+            )
+            for item in answer.get("Contents", [])
+        ]
+        following = answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else ""
+        return [item for item in items if not item.key.startswith(_PROBE)], following
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         full = self.full_key(key)
@@ -272,7 +282,7 @@ class S3Store:
 
     def _try_conditional_put(self) -> bool | None:
         """Whether a second if-absent put is refused; None where nobody can tell now (read-only, server away)."""
-        key = f".kvctl-probe-{secrets.token_hex(8)}"
+        key = f"{_PROBE}{secrets.token_hex(8)}"
         full = self.full_key(key)
         try:
             self._put(key, full, b"1", if_absent=True)
@@ -280,17 +290,26 @@ class S3Store:
                 self._put(key, full, b"2", if_absent=True)
             except ConflictError:
                 return True
-            finally:
-                self.delete([key])
-        except (AuthError, TransientError):
-            return None
+            return False
         except IncompatibleError:
             return False
         except UsageError as problem:
             return False if problem.details.get("status") == 400 else None
         except KvctlError:
             return None
-        return False
+        finally:
+            self._remove_probe(key)
+
+    def _remove_probe(self, key: str) -> None:
+        """What is left in spite of this is in no list."""
+        for _ in range(3):
+            try:
+                self.delete([key])
+            except TransientError:
+                continue
+            except KvctlError:
+                return
+            return
 
     def _call(self, function: Callable[[S3Client], T], key: str, doing: Doing = "read", *, once: bool = False) -> T:
         """`function` with a client of the endpoint that answered last, then of the others while none connects.

@@ -1,0 +1,120 @@
+"""The store contract on every store, bare and wrapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract_cases import faulty_case, file_case, mem_case, seaweed_case
+
+from kvctl.core.addresses import StoreConfig
+from kvctl.core.context import RetryPolicy
+from kvctl.testing.faulty_s3 import Fault, FaultyS3
+from kvctl.testing.seaweed import SeaweedFS
+from kvctl.testing.store_contract import StoreCase, StoreContract
+from kvctl.transports.api import Store
+from kvctl.transports.faults import FaultyStore
+from kvctl.transports.mem import MemStore, space
+from kvctl.transports.registry import open_store
+from kvctl.transports.retry import RetryStore
+
+QUICK = RetryPolicy(base=0.0001, cap=0.001, attempts=20)
+
+
+class TestMem(StoreContract):
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        return mem_case()
+
+
+class TestMemWithoutConditionalPut(StoreContract):
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        return mem_case(conditional_put="false")
+
+
+class TestFile(StoreContract):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> StoreCase:
+        return file_case(tmp_path / "store")
+
+
+class _NoUploads(StoreContract):
+    """The faulty server has no multipart uploads; those are tested on SeaweedFS."""
+
+    def test_unfinished_uploads(self, case: StoreCase) -> None:
+        return
+
+
+class TestS3OnFaultyServer(_NoUploads):
+    @pytest.fixture
+    def case(self) -> Iterator[StoreCase]:
+        with FaultyS3(page_size=7) as server:
+            case = faulty_case(server)
+            yield case
+            case.store.close()
+
+
+class TestS3WithoutConditionalPut(_NoUploads):
+    """The server ignores conditions, which the store finds out by itself."""
+
+    @pytest.fixture
+    def case(self) -> Iterator[StoreCase]:
+        with FaultyS3(page_size=7, conditional_put=False) as server:
+            case = faulty_case(server)
+            assert not case.store.capabilities.conditional_put
+            yield case
+            case.store.close()
+
+
+@pytest.mark.s3
+class TestS3OnSeaweedFS(StoreContract):
+    @pytest.fixture
+    def case(self, seaweed: SeaweedFS, seaweed_store: Callable[[], StoreConfig]) -> Iterator[StoreCase]:
+        case = seaweed_case(seaweed, seaweed_store())
+        yield case
+        case.store.close()
+
+
+class TestRetryAroundMem(StoreContract):
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        case = mem_case()
+        return StoreCase(RetryStore(case.store, QUICK), case.raw_put, case.raw_get)
+
+
+class TestRetryAroundFaultsAroundMem(StoreContract):
+    """Every call fails now and then, before or after it took effect; nobody above notices."""
+
+    @pytest.fixture
+    def case(self) -> StoreCase:
+        case = mem_case()
+        return StoreCase(RetryStore(FaultyStore(case.store, seed=3, rate=0.3), QUICK), case.raw_put, case.raw_get)
+
+
+class TestRetryAroundS3OnFaultyServer(_NoUploads):
+    """One answer in three is 503 SlowDown, one in five connections breaks before the answer."""
+
+    @pytest.fixture
+    def case(self) -> Iterator[StoreCase]:
+        every = ("GET", "PUT", "HEAD", "DELETE", "POST")
+        with FaultyS3(page_size=7) as server:
+            server.add(Fault("status", methods=every, every=3))
+            server.add(Fault("drop", methods=every, every=5))
+            case = faulty_case(server)
+            yield StoreCase(RetryStore(case.store, QUICK), case.raw_put, case.raw_get, page=7)
+            case.store.close()
+
+
+def test_two_names_of_mem_are_two_places() -> None:
+    one, two = MemStore(f"one-{os.getpid()}"), MemStore(f"two-{os.getpid()}")
+    one.put("k", b"1")
+    assert list(two.list()) == []
+    assert space(f"one-{os.getpid()}").objects.keys() == {"k"}
+
+
+def test_wrappers_keep_the_address(tmp_path: Path) -> None:
+    inner: Store = open_store(StoreConfig(f"file://{tmp_path}"))
+    assert RetryStore(FaultyStore(inner, seed=1)).url == inner.url

@@ -1,0 +1,136 @@
+"""The transport contract on every transport, bare and wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract_cases import faulty_case, file_case, mem_case, seaweed_case
+
+from kvctl.core.addresses import StoreConfig
+from kvctl.testing.faulty_s3 import Fault, FaultyS3
+from kvctl.testing.seaweed import SeaweedFS
+from kvctl.testing.store_contract import StoreCase
+from kvctl.testing.transport_contract import TransportCase, TransportContract
+from kvctl.transports.api import Store, Transport
+from kvctl.transports.faults import FaultyTransport
+from kvctl.transports.limit import LimitedTransport, TokenBucket
+from kvctl.transports.registry import choose, open_transports
+from kvctl.transports.retry import RetryStore
+
+
+def transport_case(
+    case: StoreCase, name: str, *, slow: Callable[[], None] | None = None, **options: str
+) -> TransportCase:
+    store: Store = case.store
+
+    def raw_put(key: str, data: bytes) -> str:
+        case.raw_put(key, data)
+        return store.stat(key).version
+
+    def opened() -> Transport:
+        config = StoreConfig(store.url)
+        (transport,) = open_transports(config, RetryStore(store), choose(config.scheme, "host", name), options)
+        return transport
+
+    return TransportCase(opened, raw_put, case.raw_get, slow)
+
+
+def wrapped(case: TransportCase, wrap: Callable[[Transport], Transport]) -> TransportCase:
+    return TransportCase(lambda: wrap(case.open()), case.raw_put, case.raw_get, case.slow)
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    with FaultyS3() as server:
+        yield server
+
+
+def slow_down(server: FaultyS3) -> Callable[[], None]:
+    def slow() -> None:
+        server.add(Fault("slow", rate=50_000))
+
+    return slow
+
+
+class TestMem(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return transport_case(mem_case(), "mem")
+
+
+class TestFile(TransportContract):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> TransportCase:
+        return transport_case(file_case(tmp_path / "store"), "file")
+
+
+class TestFileDirect(TransportContract):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> TransportCase:
+        return transport_case(file_case(tmp_path / "store"), "file", direct="true")
+
+
+class TestS3OnFaultyServer(TransportContract):
+    @pytest.fixture
+    def case(self, faulty: FaultyS3) -> Iterator[TransportCase]:
+        store = faulty_case(faulty)
+        yield transport_case(store, "s3", slow=slow_down(faulty))
+        store.store.close()
+
+
+@pytest.mark.s3
+class TestS3OnSeaweedFS(TransportContract):
+    @pytest.fixture
+    def case(self, seaweed: SeaweedFS, seaweed_store: Callable[[], StoreConfig]) -> Iterator[TransportCase]:
+        store = seaweed_case(seaweed, seaweed_store())
+        yield transport_case(store, "s3")
+        store.store.close()
+
+
+class TestStoreGetOnMem(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return transport_case(mem_case(), "store-get")
+
+
+class TestStoreGetOnFile(TransportContract):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> TransportCase:
+        return transport_case(file_case(tmp_path / "store"), "store-get")
+
+
+class TestStoreGetOnS3(TransportContract):
+    @pytest.fixture
+    def case(self, faulty: FaultyS3) -> Iterator[TransportCase]:
+        store = faulty_case(faulty)
+        yield transport_case(store, "store-get")
+        store.store.close()
+
+
+class TestLimitedMem(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        bucket = TokenBucket(1e9)
+        return wrapped(
+            transport_case(mem_case(), "mem"),
+            lambda inner: LimitedTransport(inner, bucket=bucket, max_bytes_in_flight=10_000),
+        )
+
+
+class TestLimitedS3(TransportContract):
+    @pytest.fixture
+    def case(self, faulty: FaultyS3) -> Iterator[TransportCase]:
+        store = faulty_case(faulty)
+        yield wrapped(
+            transport_case(store, "s3", slow=slow_down(faulty)),
+            lambda inner: LimitedTransport(inner, max_bytes_in_flight=100_000),
+        )
+        store.store.close()
+
+
+class TestFaultyWithoutFaults(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return wrapped(transport_case(mem_case(), "mem"), FaultyTransport)
