@@ -42,9 +42,9 @@ TICK: Final = 0.05  # seconds between looks at deadlines, delayed retries and he
 MEMORY: Final = 256  # completions that the p95 of peers is taken from
 STEAL_SCAN: Final = 64  # tasks looked at when a lane helps another member
 HEDGE_SLOTS: Final = 4
-HEDGE_AT: Final = 1.5  # times the peers' p95, for an idle lane
+HEDGE_AT: Final = 2.0  # times the peers' p95, for an idle lane
 HEDGE_FIRST: Final = 4.0  # times the peers' p95: before new work
-HEDGE_FLOOR: Final = 0.02
+HEDGE_FLOOR: Final = 0.05  # seconds; below it the scheduler alone makes stragglers
 DOWN_AFTER: Final = 3  # refused in a row
 
 
