@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -67,8 +70,10 @@ def test_rows_are_copied_with_and_without_numpy(with_numpy: bool, a: Strided, b:
     rows, width = min(a.rows, b.rows), min(a.width, b.width)
     source, target = bytes(range(200)), bytearray(200)
     patch = pytest.MonkeyPatch()
+    patch.setattr(strided, "_NUMPY", strided._Numpy())
+    importlib.import_module("numpy")
     if not with_numpy:
-        patch.setattr(strided, "_numpy", lambda: None)
+        patch.setitem(sys.modules, "numpy", None)
     copy_rows(memoryview(source), a.start, a.stride, memoryview(target), b.start, b.stride, rows, width)
     patch.undo()
     expected = bytearray(200)
@@ -76,3 +81,19 @@ def test_rows_are_copied_with_and_without_numpy(with_numpy: bool, a: Strided, b:
         for column in range(width):
             expected[b.start + row * b.stride + column] = source[a.start + row * a.stride + column]
     assert target == expected
+
+
+def test_numpy_is_imported_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    wanted: list[str] = []
+
+    def missing(name: str) -> None:
+        wanted.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    copier = strided._Numpy()
+    assert copier.get(copier.worth - 1) is None
+    assert wanted == []
+    assert copier.get(1) is None
+    assert wanted == ["numpy"]
