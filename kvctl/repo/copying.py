@@ -18,8 +18,9 @@ from kvctl.repo.members import RepoMember
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
 
-# Chunks in flight: with the default stripe 64 MiB of memory.
+# Whole chunks are in memory on their way: so many at once, as long as they fit the budget (bytes).
 _AT_ONCE: Final = 4
+_BUDGET: Final = 256 << 20
 _PIECE: Final = 8 << 20
 
 
@@ -72,9 +73,10 @@ def fill_places(repo: Repo, *, bad: Mapping[str, set[str]] | None = None, dry_ru
         result.objects = sum(len(task.targets) for task in tasks)
         result.bytes = sum(task.size * len(task.targets) for task in tasks)
         return result
-    for start in range(0, len(tasks), _AT_ONCE):
+    at_once = max(1, min(_AT_ONCE, _BUDGET // max([task.size for task in tasks] + [1])))
+    for start in range(0, len(tasks), at_once):
         repo.ctx.cancel.check("copying chunks")
-        batch = tasks[start : start + _AT_ONCE]
+        batch = tasks[start : start + at_once]
         for task, problem in zip(batch, repo.each(_copy, batch), strict=True):
             if isinstance(problem, IntegrityError):
                 result.lost.append(task.name)

@@ -52,7 +52,8 @@ class GcOptions:
 @dataclass(slots=True)
 class GcResult:
     """Counts of one run. Objects are copies on members: a chunk with two replicas is two. `pending` names are
-    condemned and wait for the end of their grace period. Not `complete`: a budget ended the run.
+    condemned and wait for the end of their grace period, the first of them until `next_due` (RFC 3339, UTC). Not
+    `complete`: a budget ended the run.
     """
 
     chunks: int = 0
@@ -66,6 +67,7 @@ class GcResult:
     swept_holds: int = 0
     swept_uploads: int = 0
     swept_metadata: int = 0
+    next_due: str = ""
     complete: bool = True
     dry_run: bool = False
 
@@ -120,7 +122,9 @@ def run_gc(repo: Repo, options: GcOptions | None = None) -> GcResult:
             result.deleted_objects += again.deleted_objects
             result.deleted_bytes += again.deleted_bytes
             result.complete = again.complete
-        result.pending = len(condemned.names)
+        starts = [since for since in condemned.names.values() if since is not None]
+        result.pending = len(starts)
+        result.next_due = (min(starts) + timedelta(seconds=options.grace)).isoformat() if starts else ""
         if not options.dry_run:
             result.swept_uploads = _sweep_uploads(repo, options, budget, result)
         return result

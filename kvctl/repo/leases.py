@@ -153,6 +153,8 @@ def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -
         # still there after the chunks were declared: whoever deletes it now, gc sees the lease
         if repo.read_meta(key) != data:
             raise TransientError(f"{key} was replaced just now", hint="run it again")
+        # a rebalance that has not seen the lease is in the newest repo.json, so we look where it put the chunks
+        repo.refresh()
     except BaseException:
         hold.release()
         raise

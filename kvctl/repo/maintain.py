@@ -127,6 +127,7 @@ def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
         # a replacement that was interrupted after it had begun the new epoch
         left = [item for item in repo.extras if old in {item.config.url, item.member.member if item.member else ""}]
         repo.members = [_answering(item, found) for item in repo.members]
+        repo.refresh()  # the new member may know more than those that were asked
         with Owner.take(repo, "replace") as owner:
             result = _finish_replace(repo, owner)
             _erase_found(left)

@@ -137,11 +137,16 @@ class Repo:
         return [self.member(member) for member in ids]
 
     def locate(self, digest: str) -> list[RepoMember]:
-        """Where to look for a chunk: its places, then those of earlier epochs; members that answer first."""
+        """Where to look for a chunk: its places, then those of earlier epochs; members that answer first. Where
+        none of them has it, `refresh` and ask again: it may have moved.
+        """
         ids = placement.places(self.format.epoch.members, digest, self.format.replicas)
         for epoch in reversed(self.format.earlier):
             ids += placement.places(epoch.members, digest, self.format.replicas)
-        members = [self.member(member) for member in dict.fromkeys(ids) if member not in self.format.dead]
+        known = {member.id: member for member in self.members}
+        members = [known[member] for member in dict.fromkeys(ids) if member in known]
+        if not members:
+            self.member(ids[0])  # raises: it joined after we opened the repo
         return sorted(members, key=lambda member: member.down is not None)
 
     def read_meta(self, key: str) -> bytes:
@@ -216,6 +221,8 @@ def newest(found: Sequence[Found]) -> RepoFormat:
         silent = [item for item in found if item.error is not None]
         for item in silent:
             assert item.error is not None
+            if not isinstance(item.error, TransientError):
+                raise item.error  # credentials, TLS: say that, not that it is down
             raise MemberDownError(
                 f"no repo is reachable: {item.config.url} does not answer",
                 cause=str(item.error),
