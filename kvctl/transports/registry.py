@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Final
 
 from kvctl.core.errors import EnvError, UsageError
 from kvctl.transports.api import HOST_KINDS, Store, StoreConfig, Transport
+
+_STORES: Final = "kvctl.stores"
+_TRANSPORTS: Final = "kvctl.transports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +81,76 @@ class Choice:
     passed_over: tuple[tuple[str, str], ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenPlugin:
+    """An entry point that cannot be used: its group, its name (scheme or transport), and why."""
+
+    group: str
+    name: str
+    reason: str
+
+
 def load_object(path: str) -> Any:  # Any: whatever the plug-in names
     """The attribute behind "module:attribute". Raises EnvError with the import's own words."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise EnvError(f"plug-in {path} cannot be loaded", cause=str(error)) from error
+    except Exception as error:  # a plug-in's import runs foreign code: it may fail in any way
+        raise EnvError(f"plug-in {path} cannot be loaded", cause=f"{type(error).__name__}: {error}") from error
 
 
-@cache
 def store_specs() -> Mapping[str, StoreSpec]:
-    """Scheme -> spec, from entry points; two plug-ins for one scheme are an EnvError."""
-    return {spec.scheme: spec for spec in _specs("kvctl.stores", StoreSpec)}
+    """Scheme -> spec, from entry points. What is broken is in `broken_plugins` and disturbs nothing else."""
+    return _scan(_STORES, StoreSpec)[0]
+
+
+def transport_specs() -> Mapping[str, TransportSpec]:
+    return _scan(_TRANSPORTS, TransportSpec)[0]
+
+
+def broken_plugins() -> tuple[BrokenPlugin, ...]:
+    """Entry points of both groups that give no usable spec."""
+    return tuple(_scan(_STORES, StoreSpec)[1].values()) + tuple(_scan(_TRANSPORTS, TransportSpec)[1].values())
 
 
 @cache
-def transport_specs() -> Mapping[str, TransportSpec]:
-    return {spec.name: spec for spec in _specs("kvctl.transports", TransportSpec)}
-
-
-def _specs(group: str, kind: type[Any]) -> list[Any]:  # Any: StoreSpec or TransportSpec
+def _scan(group: str, kind: type[Any]) -> tuple[dict[str, Any], dict[str, BrokenPlugin]]:  # Any: a spec of `kind`
     found: dict[str, Any] = {}
-    for point in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        spec = load_object(point.value)
-        if not isinstance(spec, kind):
-            raise EnvError(f"plug-in {point.name!r} of group {group} gives {type(spec).__name__}, not {kind.__name__}")
-        if point.name in found:
-            raise EnvError(f"two plug-ins claim {point.name!r} in group {group}", hint="uninstall one of them")
-        found[point.name] = spec
-    return list(found.values())
+    broken: dict[str, BrokenPlugin] = {}
+    for point in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
+        name = point.name
+        try:
+            spec = load_object(point.value)
+        except EnvError as error:
+            broken[name] = BrokenPlugin(group, name, str(error))
+            continue
+        own = getattr(spec, "scheme", None) or getattr(spec, "name", None)
+        if name in found:
+            del found[name]
+            broken[name] = BrokenPlugin(group, name, "two plug-ins claim this name: uninstall one of them")
+        elif not isinstance(spec, kind):
+            broken[name] = BrokenPlugin(group, name, f"{point.value} is a {type(spec).__name__}, not a {kind.__name__}")
+        elif own != name:
+            broken[name] = BrokenPlugin(group, name, f"its spec calls itself {own!r}")
+        elif name not in broken:
+            found[name] = spec
+    return found, broken
+
+
+def clear_cache() -> None:
+    """Look at the entry points again: after plug-ins were installed or removed in this process."""
+    _scan.cache_clear()
 
 
 def open_store(config: StoreConfig) -> Store:
-    """The bare store behind a URL (no wrappers). Raises UsageError for an unknown scheme."""
+    """The bare store behind a URL (no wrappers). Raises UsageError for an unknown scheme, EnvError for one whose
+    plug-in is broken.
+    """
     spec = store_specs().get(config.scheme)
     if spec is None:
+        broken = _scan(_STORES, StoreSpec)[1].get(config.scheme)
+        if broken is not None:
+            raise EnvError(f"the plug-in for {config.scheme}:// is broken", cause=broken.reason)
         known = ", ".join(f"{scheme}://" for scheme in sorted(store_specs()))
         raise UsageError(
             f"no store knows {config.scheme}:// ({config.url})",
@@ -125,9 +162,13 @@ def open_store(config: StoreConfig) -> Store:
 
 
 def probe(spec: TransportSpec) -> Probe:
+    """Whether it can run here. A probe that fails itself means no."""
     if not spec.probe:
         return Probe(available=True)
-    result: Probe = load_object(spec.probe)()
+    try:
+        result: Probe = load_object(spec.probe)()
+    except Exception as error:
+        return Probe(available=False, reason=f"its probe failed: {error}", hint=spec.install_hint)
     return result
 
 
@@ -139,6 +180,9 @@ def choose(scheme: str, memory_kind: str, name: str = "auto", *, failed: Mapping
     if name != "auto":
         spec = specs.get(name)
         if spec is None:
+            broken = _scan(_TRANSPORTS, TransportSpec)[1].get(name)
+            if broken is not None:
+                raise EnvError(f"the plug-in for transport {name} is broken", cause=broken.reason)
             raise UsageError(f"no transport is called {name!r}", hint=f"known here: {', '.join(sorted(specs))}")
         refusal = _refusal(spec, scheme, memory_kind)
         if refusal:
@@ -151,7 +195,7 @@ def choose(scheme: str, memory_kind: str, name: str = "auto", *, failed: Mapping
                 hint=result.hint or spec.install_hint,
             )
         return Choice(spec, "asked for")
-    passed: list[tuple[str, str]] = []
+    passed = [(name, broken.reason) for name, broken in _scan(_TRANSPORTS, TransportSpec)[1].items()]
     for spec in sorted(specs.values(), key=lambda item: (-item.rank, item.name)):
         if spec.schemes and scheme not in spec.schemes:
             continue
