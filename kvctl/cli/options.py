@@ -127,6 +127,8 @@ def global_options() -> tuple[KvOption, ...]:
                 help="Colour of messages; NO_COLOR is honoured."),
         _global("--progress", keep="progress", type=click.Choice(("auto", "bar", "plain", "json", "none")),
                 help="How progress is shown on stderr."),
+        _global("--stall-timeout", keep="stall_timeout", metavar="TIME", type=Age(), envvar=None,
+                help="End what makes no progress for this long (default: 60s, or KVCTL_STALL_TIMEOUT)."),
         _global("--config", keep="config", metavar="FILE", type=click.Path(),
                 help="Read this config file only."),
     )  # fmt: skip

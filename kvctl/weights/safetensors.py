@@ -149,7 +149,9 @@ def _metadata(value: Any, where: str) -> Mapping[str, str]:  # Any: JSON
 
 def _tensor(name: str, entry: Any, where: str) -> TensorInfo:  # Any: JSON
     if not isinstance(entry, dict):
-        raise FormatError(f"{where}: tensor {name!r} is described by {type(entry).__name__}, not an object")
+        raise FormatError(
+            f"{where}: tensor {name!r} is described by {type(entry).__name__}, not an object", hint=_DAMAGED
+        )
     if entry.keys() != _FIELDS:
         missing = sorted(_FIELDS - entry.keys())
         extra = sorted(entry.keys() - _FIELDS)
@@ -160,11 +162,11 @@ def _tensor(name: str, entry: Any, where: str) -> TensorInfo:  # Any: JSON
         )
     dtype_name, shape_list, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype_name, str):
-        raise FormatError(f"{where}: tensor {name!r} has a dtype that is no string: {dtype_name!r}")
+        raise FormatError(f"{where}: tensor {name!r} has a dtype that is no string: {dtype_name!r}", hint=_DAMAGED)
     if not isinstance(shape_list, list):
-        raise FormatError(f"{where}: tensor {name!r} has a shape that is no list: {shape_list!r}")
+        raise FormatError(f"{where}: tensor {name!r} has a shape that is no list: {shape_list!r}", hint=_DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise FormatError(f"{where}: tensor {name!r} has data_offsets that are no pair: {offsets!r}")
+        raise FormatError(f"{where}: tensor {name!r} has data_offsets that are no pair: {offsets!r}", hint=_DAMAGED)
     dtype = dtype_of(dtype_name, name, where)
     shape = tuple(_number(item, name, "shape", where) for item in shape_list)
     start, end = (_number(item, name, "data_offsets", where) for item in offsets)

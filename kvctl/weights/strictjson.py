@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from kvctl.core.errors import FormatError
+
+_DAMAGED: Final = "the file is damaged or hostile; fetch it again"
 
 
 class NotAnInteger(float):
@@ -47,7 +49,7 @@ def loads(data: bytes | memoryview, where: str, part: str) -> Any:  # Any: JSON
         return result
 
     def constant(name: str) -> Any:  # Any: never returns
-        raise FormatError(f"{where}: the {part} holds {name}, which is not JSON")
+        raise FormatError(f"{where}: the {part} holds {name}, which is not JSON", hint=_DAMAGED)
 
     try:
         value = json.loads(
@@ -62,11 +64,13 @@ def loads(data: bytes | memoryview, where: str, part: str) -> Any:  # Any: JSON
             hint="the file is damaged; fetch it again",
         ) from None
     except ValueError:  # an integer of thousands of digits
-        raise FormatError(f"{where}: the {part} holds a number that overflows") from None
+        raise FormatError(f"{where}: the {part} holds a number that overflows", hint=_DAMAGED) from None
     # Only an escape can bring a lone surrogate in, and only it cannot be encoded again.
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise FormatError(f"{where}: the {part} holds a lone surrogate, which is not Unicode text") from None
+            raise FormatError(
+                f"{where}: the {part} holds a lone surrogate, which is not Unicode text", hint=_DAMAGED
+            ) from None
     return value
