@@ -48,6 +48,10 @@ class Server(ThreadingHTTPServer):
                 if self._tls is not None:
                     request.close()
 
+    def shutdown_request(self, request: object) -> None:
+        """Closes at once: a FIN before it would hide a reset."""
+        self.close_request(request)  # type: ignore[arg-type] # a socket
+
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type] # typed for its own handlers

@@ -102,7 +102,7 @@ def from_status(
     if code == "NoSuchUpload":
         return make(NotFoundError, f"{name}: no such unfinished upload")
     if status == 404 or code == "NoSuchKey":
-        return make(NotFoundError, f"{name}: no such object")
+        return make(NotFoundError, f"{name}: no such object", "check the address, and that the upload is finished")
     if status == 412 or code == "PreconditionFailed":
         if doing == "read":
             return make(VersionChangedError, f"{name} changed while loading", "run it again to load the new version")
@@ -112,7 +112,8 @@ def from_status(
         if object_size is not None:
             sizes += f", expected {object_size}"
         details |= {"actual_size": actual_size, "expected_size": object_size}
-        return make(SizeMismatchError, f"{name} is shorter than it must be{sizes}")
+        hint = "the object is cut off, or was replaced meanwhile: upload it again"
+        return make(SizeMismatchError, f"{name} is shorter than it must be{sizes}", hint)
     if status in {429, 503} or code in _THROTTLED:
         return make(ThrottledError, f"{name}: the server asks to slow down", "lower the number of requests in flight")
     if status == 507 or code in _FULL:

@@ -30,6 +30,7 @@ from kvctl_s3.store import S3Store, version_of
 from kvctl_s3.wire import ClosedError, Connection, Head, ProtocolError
 
 _RANGE: Final = re.compile(r"^bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
+_NOT_S3: Final = "what is in between, a proxy or a cache, changes answers: use the server's own endpoint"
 _OPTIONS: Final = frozenset({"threads", "payload", "receive_buffer"})
 
 
@@ -171,7 +172,9 @@ class S3Transport(ThreadedTransport):
         view = op.view
         if len(head.rest) > len(view):
             raise SizeMismatchError(
-                f"{self._store.url}: {op.key}: the server sent more than it announced", cause=f"{len(view)} bytes"
+                f"{self._store.url}: {op.key}: the server sent more than it announced",
+                cause=f"{len(view)} bytes",
+                hint=_NOT_S3,
             )
         got = connection.read_body(head, view)
         if got != op.length:
@@ -188,7 +191,11 @@ class S3Transport(ThreadedTransport):
         name = f"{self._store.url}: {op.key}"
         etag = head.get("etag")
         if op.version is not None and etag is not None and version_of(etag) != op.version:
-            raise VersionChangedError(f"{name} changed while loading", cause=f"ETag {op.version} became {etag}")
+            raise VersionChangedError(
+                f"{name} changed while loading",
+                cause=f"ETag {op.version} became {version_of(etag)}",
+                hint="run it again to load the new version",
+            )
         if head.chunked:
             raise IncompatibleError(f"{name}: the server answers a range in chunks, so its length cannot be checked")
         length = head.content_length
@@ -199,6 +206,7 @@ class S3Transport(ThreadedTransport):
         if length != op.length:
             raise SizeMismatchError(
                 f"{name}: the server sends {length} bytes for a range of {op.length}",
+                hint=_NOT_S3,
                 details={"actual": length, "expected": op.length},
             )
 
@@ -226,6 +234,7 @@ class S3Transport(ThreadedTransport):
             raise SizeMismatchError(
                 f"{name}: the server sends another range",
                 cause=f"asked for {op.offset}-{op.offset + op.length - 1}, got {content_range}",
+                hint=_NOT_S3,
             )
 
     def _write(self, op: Op, key: str, connection: Connection) -> bool:
@@ -265,7 +274,7 @@ class S3Transport(ThreadedTransport):
             message,
             doing=op.kind,
             region=head.get("x-amz-bucket-region") or fields.get("Region"),
-            object_size=op.object_size or op.offset + op.length,
+            object_size=max(op.object_size or 0, op.offset + op.length),
             actual_size=int(actual) if actual and actual.isdigit() else None,
         )
 
@@ -292,7 +301,9 @@ class _Interruptible:
 
 def _wrong_size(name: str, actual: int, expected: int) -> SizeMismatchError:
     return SizeMismatchError(
-        f"{name} has {actual} bytes, expected {expected}", details={"actual_size": actual, "expected_size": expected}
+        f"{name} has {actual} bytes, expected {expected}",
+        hint="the object was replaced or cut off: upload it again",
+        details={"actual_size": actual, "expected_size": expected},
     )
 
 

@@ -1,0 +1,562 @@
+"""S3 in a bad mood: each failure has its own error, and no wrong byte is ever taken for a right one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvctl.core.addresses import StoreConfig
+from kvctl.core.context import RetryPolicy
+from kvctl.core.errors import (
+    AuthError,
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    EnvError,
+    IncompatibleError,
+    KvctlError,
+    MemberDownError,
+    NotFoundError,
+    SizeMismatchError,
+    ThrottledError,
+    TransientError,
+    UsageError,
+    VersionChangedError,
+)
+from kvctl.testing.buffers import GuardedBuffer
+from kvctl.testing.faulty_s3 import Fault, FaultyS3
+from kvctl.testing.seaweed import SECRET_KEY, free_ports
+from kvctl.testing.transport_contract import drive
+from kvctl.transports.api import Completion, Op, Status
+from kvctl.transports.registry import choose, open_store, open_transports
+from kvctl.transports.retry import RetryStore
+
+SIZE = 200_000
+DATA = bytes(range(250)) * (SIZE // 250)
+EVERY = ("GET", "PUT", "HEAD", "DELETE", "POST")
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyS3]:
+    with FaultyS3() as server:
+        server.put("dir/w.bin", DATA)
+        yield server
+
+
+def read(
+    config: StoreConfig,
+    *,
+    key: str = "dir/w.bin",
+    offset: int = 1000,
+    length: int = 50_000,
+    version: str | None = None,
+    size: int | None = None,
+    count: int = 1,
+) -> list[Completion]:
+    """Read a range `count` times, one after the other, over one connection; check that no wrong byte landed."""
+    store = open_store(config)
+    (transport,) = open_transports(config, store, choose("s3", "host"), {"threads": "1"})
+    results = []
+    try:
+        for number in range(count):
+            buffer = GuardedBuffer(length)
+            done = drive(transport, [Op(number, "read", key, offset, length, buffer, 0, version, size)])[number]
+            if done.status is Status.DONE:
+                assert buffer.view == DATA[offset : offset + length]
+            buffer.close()
+            results.append(done)
+    finally:
+        transport.close()
+        store.close()
+    return results
+
+
+def read_error(config: StoreConfig, **options: object) -> KvctlError:
+    (done,) = read(config, **options)  # type: ignore[arg-type] # passed through
+    assert done.status is Status.FAILED
+    assert done.error is not None
+    return done.error
+
+
+def stat_error(config: StoreConfig, key: str = "dir/w.bin") -> KvctlError:
+    store = open_store(config)
+    try:
+        with pytest.raises(KvctlError) as caught:
+            store.stat(key)
+        return caught.value
+    finally:
+        store.close()
+
+
+def get_error(config: StoreConfig) -> KvctlError:
+    store = open_store(config)
+    try:
+        with pytest.raises(KvctlError) as caught:
+            store.get("dir/w.bin", 0, 10)
+        return caught.value
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "exit_code", "words"),
+    [
+        (403, "AccessDenied", AuthError, 5, "access denied"),
+        (403, "SignatureDoesNotMatch", AuthError, 5, "does not accept the credentials"),
+        (400, "ExpiredToken", AuthError, 5, "expired"),
+        (403, "RequestTimeTooSkewed", AuthError, 5, "clock is wrong"),
+        (404, "NoSuchKey", NotFoundError, 4, "no such object"),
+        (404, "NoSuchBucket", NotFoundError, 4, "the bucket does not exist"),
+        (416, "InvalidRange", SizeMismatchError, 7, "shorter than it must be: it has 200000 bytes"),
+        (503, "SlowDown", ThrottledError, 6, "slow down"),
+        (429, "TooManyRequests", ThrottledError, 6, "slow down"),
+        (500, "InternalError", TransientError, 6, "the server failed"),
+        (301, "PermanentRedirect", ConfigError, 2, "another region"),
+        (400, "AuthorizationHeaderMalformed", ConfigError, 2, "another region"),
+        (412, "PreconditionFailed", VersionChangedError, 7, "changed while loading"),
+        (507, "InsufficientStorage", CapacityError, 9, "no space"),
+        (501, "NotImplemented", IncompatibleError, 8, "does not offer"),
+    ],
+)
+def test_each_answer_has_its_own_error(
+    server: FaultyS3, status: int, code: str, kind: type[KvctlError], exit_code: int, words: str
+) -> None:
+    server.add(Fault("status", methods=EVERY, status=status, code=code))
+    # a small `get` takes a 416 for the object's end
+    errors = [read_error(server.store())] + ([] if status == 416 else [get_error(server.store())])
+    for error in errors:
+        assert type(error) is kind
+        assert error.exit_code == exit_code
+        assert words in error.what
+        assert f"HTTP {status}" in (error.cause or "")
+        assert code in (error.cause or "")
+        assert "dir/w.bin" in error.what or code == "NoSuchBucket"
+        assert SECRET_KEY not in f"{error} {error.hint} {error.details}"
+        if exit_code == 2:
+            assert error.hint == "use region=us-east-1"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (403, "AccessDenied", AuthError, "AccessDenied"),
+        (400, "ExpiredToken", AuthError, "ExpiredToken"),
+        (404, "NoSuchBucket", NotFoundError, "NoSuchBucket"),
+        (400, "AuthorizationHeaderMalformed", ConfigError, "AuthorizationHeaderMalformed"),
+    ],
+)
+def test_stat_finds_out_the_code_that_a_head_does_not_carry(
+    server: FaultyS3, status: int, code: str, kind: type[KvctlError], words: str
+) -> None:
+    server.add(Fault("status", methods=EVERY, status=status, code=code))
+    error = stat_error(server.store())
+    assert type(error) is kind
+    assert words in (error.cause or "")
+
+
+def test_a_stat_of_a_missing_key_costs_one_request_once_the_bucket_is_known(server: FaultyS3) -> None:
+    store = open_store(server.store())
+    store.stat("dir/w.bin")
+    server.clear()
+    for number in range(3):
+        with pytest.raises(NotFoundError):
+            store.stat(f"missing-{number}")
+    store.close()
+    assert [item.method for item in server.log] == ["HEAD"] * 3
+
+
+@pytest.mark.parametrize("endpoint", ["refused", "unknown-host"])
+def test_no_server_is_a_member_that_is_down(endpoint: str) -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}" if endpoint == "refused" else "http://no-such-host.invalid"
+    config = StoreConfig("s3://bucket", (url,), {"connect_timeout": "2"})
+    for error in (read_error(config), stat_error(config)):
+        assert type(error) is MemberDownError
+        assert error.exit_code == 6
+        assert url in error.what
+
+
+def test_a_server_that_says_nothing_is_given_up(server: FaultyS3) -> None:
+    server.add(Fault("hang", methods=EVERY))
+    config = server.store(timeout="0.2")
+    for error in (read_error(config), stat_error(config)):
+        assert type(error) is MemberDownError
+        assert "time" in f"{error.what} {error.cause}".lower()
+
+
+def test_416_names_both_sizes(server: FaultyS3) -> None:
+    error = read_error(server.store(), offset=SIZE + 10, length=10, size=SIZE + 100)
+    assert type(error) is SizeMismatchError
+    assert str(SIZE) in error.what
+    assert str(SIZE + 100) in error.what
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        (Fault("truncate", after=40_000), TransientError, "40000 of 50000 bytes"),
+        (Fault("truncate", after=0), TransientError, "0 of 50000 bytes"),
+        (Fault("reset", after=40_000), MemberDownError, "connection failed"),
+        (Fault("short", amount=7), SizeMismatchError, "49993 bytes for a range of 50000"),
+        (Fault("overlong", amount=7), SizeMismatchError, "50007 bytes for a range of 50000"),
+        (Fault("chunked"), IncompatibleError, "in chunks"),
+        (Fault("ignore-range"), IncompatibleError, "ignores Range"),
+        (Fault("wrong-range", amount=5), SizeMismatchError, "another range"),
+        (Fault("wrong-total", amount=5), SizeMismatchError, "has 200005 bytes, expected 200000"),
+        (Fault("garbage"), IncompatibleError, "not an answer"),
+    ],
+)
+def test_a_wrong_body_is_never_taken_for_a_right_one(
+    server: FaultyS3, fault: Fault, kind: type[KvctlError], words: str
+) -> None:
+    server.add(fault)
+    error = read_error(server.store(), size=SIZE)
+    assert type(error) is kind, repr(error)
+    assert words in str(error)
+
+
+def test_the_connection_is_dropped_after_a_failure_and_the_next_read_is_right(server: FaultyS3) -> None:
+    server.add(Fault("truncate", after=100, every=2))
+    statuses = [item.status for item in read(server.store(), size=SIZE, count=6)]
+    assert statuses == [Status.DONE, Status.FAILED] * 3
+
+
+def test_bytes_behind_a_body_spoil_no_later_answer(server: FaultyS3) -> None:
+    server.add(Fault("extra", amount=5))
+    assert {item.status for item in read(server.store(), size=SIZE, count=4)} == {Status.DONE}
+
+
+def test_a_whole_object_may_come_as_200(server: FaultyS3) -> None:
+    server.add(Fault("ignore-range"))
+    (done,) = read(server.store(), offset=0, length=SIZE, size=SIZE)
+    assert done.status is Status.DONE
+
+
+def test_an_object_replaced_between_two_reads_fails_the_second(server: FaultyS3) -> None:
+    version = server.objects["bucket", "dir/w.bin"].etag
+    server.add(Fault("replace", skip=1, times=1))
+    first, second = read(server.store(), version=version, size=SIZE, count=2)
+    assert first.status is Status.DONE
+    assert isinstance(second.error, VersionChangedError)
+    assert "changed while loading" in str(second.error)
+
+
+def test_a_server_that_ignores_if_match_is_found_out_by_its_etag(server: FaultyS3) -> None:
+    version = server.objects["bucket", "dir/w.bin"].etag
+    server.conditional_get = False
+    server.add(Fault("replace", skip=1, times=1))
+    first, second = read(server.store(), version=version, size=SIZE, count=2)
+    assert first.status is Status.DONE
+    assert isinstance(second.error, VersionChangedError)
+
+
+def test_every_read_carries_the_version_and_asks_for_exactly_its_range(server: FaultyS3) -> None:
+    version = server.objects["bucket", "dir/w.bin"].etag
+    read(server.store(), version=version, size=SIZE, count=3)
+    assert [(item.method, item.range, item.sent, item.condition) for item in server.log] == [
+        ("GET", "bytes=1000-50999", 50_000, f'"{version}"')
+    ] * 3
+
+
+def test_an_idle_connection_that_the_server_closed_is_no_failure(server: FaultyS3) -> None:
+    """The answer is sent, then the connection goes: the next operation finds that out and connects again."""
+    server.add(Fault("drop", skip=1, times=1))
+    first, second = read(server.store(), size=SIZE, count=2)
+    assert (first.status, first.requests) == (Status.DONE, 1)
+    assert (second.status, second.requests) == (Status.DONE, 2)
+
+
+def test_one_in_three_slow_down_is_retried_and_counted(server: FaultyS3) -> None:
+    server.add(Fault("status", methods=EVERY, every=3))
+    store = RetryStore(open_store(server.store()), RetryPolicy(base=0.0001, cap=0.001))
+    assert [store.get("dir/w.bin", start, 10) for start in range(9)] == [DATA[start : start + 10] for start in range(9)]
+    store.close()
+    assert store.retries == sum(item.status == 503 for item in server.log)
+    assert store.retries > 0
+    assert sum(item.sent for item in server.log if item.status == 206) == 90
+
+
+def test_slow_down_for_ever_ends_with_the_servers_words(server: FaultyS3) -> None:
+    server.add(Fault("status", methods=EVERY))
+    store = RetryStore(open_store(server.store()), RetryPolicy(base=0.0001, cap=0.001, attempts=5))
+    with pytest.raises(ThrottledError, match="SlowDown") as caught:
+        store.get("dir/w.bin")
+    store.close()
+    assert caught.value.exit_code == 6
+    assert len(server.log) == 5
+
+
+def test_a_put_whose_answer_was_lost_is_ours(server: FaultyS3) -> None:
+    server.add(Fault("drop", methods=("PUT",), key="lock", times=1))
+    store = RetryStore(open_store(server.store(conditional_put="true")), RetryPolicy(base=0.0001, cap=0.001))
+    info = store.put("lock", b"mine", if_absent=True)
+    assert info.version == server.objects["bucket", "lock"].etag
+    with pytest.raises(ConflictError):
+        store.put("lock", b"other", if_absent=True)
+    store.close()
+
+
+def test_endpoints_stand_in_for_each_other(server: FaultyS3) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    store = open_store(StoreConfig("s3://bucket", (dead, server.endpoint)))
+    assert store.stat("dir/w.bin").size == SIZE
+    assert store.put("new", b"x", if_absent=True).size == 1
+    assert store.get("new") == b"x"
+    store.close()
+
+
+def test_when_no_endpoint_answers_the_last_one_is_named() -> None:
+    ways = tuple(f"http://127.0.0.1:{port}" for port in free_ports(2))
+    error = stat_error(StoreConfig("s3://bucket", ways))
+    assert type(error) is MemberDownError
+    assert any(way in error.what for way in ways)
+
+
+@pytest.mark.parametrize("addressing", ["auto", "path"])
+def test_an_ip_endpoint_is_addressed_by_path(server: FaultyS3, addressing: str) -> None:
+    read(server.store(addressing=addressing))
+    assert {item.host for item in server.log} == {f"127.0.0.1:{server.port}"}
+
+
+def test_a_trailing_slash_of_the_endpoint_and_of_the_url_changes_nothing(server: FaultyS3) -> None:
+    config = StoreConfig("s3://bucket/dir", (f"{server.endpoint}/",))
+    (done,) = read(config, key="w.bin")
+    assert done.status is Status.DONE
+
+
+def test_virtual_host_addressing_puts_the_bucket_into_the_host(
+    server: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: object, **options: object) -> object:
+        return real("127.0.0.1" if host == "bucket.s3.test" else host, *arguments, **options)  # type: ignore[arg-type] # passed through
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    config = StoreConfig("s3://bucket", (f"http://s3.test:{server.port}",), {"addressing": "virtual"})
+    (done,) = read(config)
+    assert done.status is Status.DONE
+    store = open_store(config)
+    assert store.stat("dir/w.bin").size == SIZE
+    assert store.put("a b+ü", b"x").size == 1
+    store.close()
+    assert {item.host for item in server.log} == {f"bucket.s3.test:{server.port}"}
+
+
+def test_virtual_host_addressing_of_an_ip_is_refused(server: FaultyS3) -> None:
+    with pytest.raises(UsageError, match="IP address"):
+        open_store(server.store(addressing="virtual")).stat("x")
+
+
+def test_a_server_without_newer_checksums_serves(server: FaultyS3) -> None:
+    server.checksums = False
+    store = open_store(server.store())
+    store.put("new", b"x", if_absent=True)
+    store.put("new2", b"x")
+    assert store.get("new") == b"x"
+    assert len(list(store.list())) == 3
+    store.delete(["new", "new2"])
+    assert [item.key for item in store.list()] == ["dir/w.bin"]
+    store.close()
+    assert read(server.store())[0].status is Status.DONE
+
+
+def test_anonymous_access_sends_no_signature(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = read_error(server.store(anonymous="true"))
+    assert type(error) is AuthError
+    server.anonymous = True
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert read(server.store(anonymous="true"))[0].status is Status.DONE
+    store = open_store(server.store(anonymous="true"))
+    assert store.stat("dir/w.bin").size == SIZE
+    store.close()
+
+
+def test_no_credentials_is_an_auth_error_that_says_how(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    for error in (read_error(server.store()), stat_error(server.store())):
+        assert type(error) is AuthError
+        assert "AWS_ACCESS_KEY_ID" in (error.hint or "")
+        assert "anonymous=true" in (error.hint or "")
+    assert server.log == []
+
+
+def test_session_tokens_are_sent_and_signed(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.session_token = "token+/=="
+    assert type(read_error(server.store())) is AuthError
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token+/==")
+    assert read(server.store())[0].status is Status.DONE
+    store = open_store(server.store())
+    assert store.stat("dir/w.bin").size == SIZE
+    store.close()
+
+
+def test_credentials_and_region_come_from_a_profile(
+    server: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "aws-config"
+    config.write_text(
+        f"[profile lab]\nregion = lab-1\naws_access_key_id = {server.access_key}\n"
+        f"aws_secret_access_key = {server.secret_key}\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    server.region = "lab-1"
+    assert read(server.store(profile="lab"))[0].status is Status.DONE
+    with pytest.raises(ConfigError, match="no AWS profile 'lib'"):
+        open_store(server.store(profile="lib"))
+
+
+def test_the_endpoint_may_come_from_the_environment(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    assert read(StoreConfig("s3://bucket"))[0].status is Status.DONE
+    store = open_store(StoreConfig("s3://bucket"))
+    assert store.stat("dir/w.bin").size == SIZE
+    store.close()
+    assert {item.host for item in server.log} == {f"127.0.0.1:{server.port}"}
+
+
+def test_a_wrong_region_is_named_with_the_right_one(server: FaultyS3) -> None:
+    server.region = "eu-central-1"
+    for error in (read_error(server.store()), stat_error(server.store())):
+        assert type(error) is ConfigError
+        assert error.hint == "use region=eu-central-1"
+    assert read(server.store(region="eu-central-1"))[0].status is Status.DONE
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1, as PEM files: it is its own CA."""
+    import subprocess
+
+    folder = tmp_path_factory.mktemp("tls")
+    chain, key = str(folder / "ca.pem"), str(folder / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=kvctl test",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", chain],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return chain, key
+
+
+def test_tls_with_a_custom_ca(certificate: tuple[str, str]) -> None:
+    with FaultyS3(tls_certificate=certificate) as server:
+        server.put("dir/w.bin", DATA)
+        for error in (read_error(server.store()), stat_error(server.store())):
+            assert type(error) is EnvError
+            assert error.exit_code == 10
+            assert "TLS" in error.what
+            assert "ca_bundle" in (error.hint or "")
+        config = server.store(ca_bundle=certificate[0])
+        assert {item.status for item in read(config, size=SIZE, count=3)} == {Status.DONE}
+        store = open_store(config)
+        assert store.stat("dir/w.bin").size == SIZE
+        (transport,) = open_transports(config, store, choose("s3", "host"))
+        buffer = GuardedBuffer(3_000_001)
+        buffer.view[:] = (DATA * 16)[:3_000_001]
+        done = drive(transport, [Op(1, "write", "up", 0, 3_000_001, buffer, object_size=3_000_001)])[1]
+        assert done.status is Status.DONE
+        assert server.objects["bucket", "up"].data == bytes(buffer.view)
+        assert not transport.capabilities.zero_copy
+        transport.close()
+        store.close()
+        buffer.close()
+
+
+def test_tls_to_a_plain_port_is_a_tls_error(server: FaultyS3, certificate: tuple[str, str]) -> None:
+    config = StoreConfig("s3://bucket", (server.endpoint.replace("http://", "https://"),))
+    for error in (read_error(config), stat_error(config)):
+        assert type(error) is EnvError
+        assert "TLS" in error.what
+
+
+def test_a_refused_upload_is_explained_though_the_server_reads_no_more(server: FaultyS3) -> None:
+    server.add(Fault("status", methods=("PUT",), status=507, code="XMinioStorageFull"))
+    config = server.store()
+    store = open_store(config)
+    (transport,) = open_transports(config, store, choose("s3", "host"))
+    buffer = GuardedBuffer(1 << 20)
+    done = drive(transport, [Op(1, "write", "up", 0, 1 << 20, buffer, object_size=1 << 20)])[1]
+    transport.close()
+    store.close()
+    buffer.close()
+    assert isinstance(done.error, CapacityError)
+    assert "XMinioStorageFull" in (done.error.cause or "")
+
+
+def test_signed_payloads_are_accepted(server: FaultyS3) -> None:
+    config = server.store()
+    store = open_store(config)
+    (transport,) = open_transports(config, store, choose("s3", "host"), {"payload": "signed", "threads": "2"})
+    buffer = GuardedBuffer(5000)
+    assert drive(transport, [Op(1, "write", "a b+ü%", 0, 5000, buffer, object_size=5000)])[1].status is Status.DONE
+    transport.close()
+    store.close()
+    buffer.close()
+
+
+def test_many_connections_read_at_once(server: FaultyS3) -> None:
+    server.add(Fault("latency", seconds=0.05))
+    config = server.store()
+    store = open_store(config)
+    (transport,) = open_transports(config, store, choose("s3", "host"), {"threads": "8"})
+    buffer = GuardedBuffer(SIZE)
+    piece = SIZE // 16
+    ops = [Op(number, "read", "dir/w.bin", number * piece, piece, buffer, number * piece) for number in range(16)]
+    done = drive(transport, ops)
+    transport.close()
+    store.close()
+    assert {item.status for item in done.values()} == {Status.DONE}
+    assert buffer.view == DATA
+    buffer.close()
+    assert sum(item.sent for item in server.log) == SIZE
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoints", "options"),
+    [
+        ("s3://", (), {}),
+        ("s3://bucket", ("ftp://x",), {}),
+        ("s3://bucket", ("http://user:pass@host",), {}),
+        ("s3://bucket", ("http://host/path",), {}),
+        ("s3://bucket", (), {"colour": "red"}),
+        ("s3://bucket", (), {"anonymous": "maybe"}),
+        ("s3://bucket", (), {"timeout": "soon"}),
+        ("s3://bucket", (), {"ca_bundle": "/no/such/file.pem"}),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(url: str, endpoints: tuple[str, ...], options: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_store(StoreConfig(url, endpoints, options))
+    assert "pass" not in str(caught.value).replace("bypass", "")
+
+
+def test_the_conditional_put_is_tried_once_and_leaves_nothing(server: FaultyS3) -> None:
+    store = open_store(server.store("pre"))
+    assert store.capabilities.conditional_put
+    assert store.capabilities.conditional_put
+    store.close()
+    assert [item.method for item in server.log] == ["PUT", "PUT", "DELETE"]
+    assert [key for _, key in server.objects] == ["dir/w.bin"]
+
+
+@pytest.mark.parametrize(("declared", "expected"), [("true", True), ("false", False)])
+def test_a_declared_conditional_put_is_not_tried(server: FaultyS3, declared: str, expected: bool) -> None:
+    store = open_store(server.store(conditional_put=declared))
+    assert store.capabilities.conditional_put is expected
+    store.close()
+    assert server.log == []
+
+
+def test_the_stores_clock_is_the_servers(server: FaultyS3) -> None:
+    store = open_store(server.store())
+    now = store.now()
+    store.close()
+    assert now.microsecond == 0
+    assert [item.method for item in server.log] == ["HEAD"]
