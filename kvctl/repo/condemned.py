@@ -26,17 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """`seq` grows with each change; `version` is what a conditional put at the home takes ('': a copy)."""
+    """`seq` grows with each change; `version` is what a conditional put at the home takes (None: there is no set
+    yet; '': it was not asked for, or came from a copy).
+    """
 
     seq: int
     names: Mapping[str, datetime | None]
     version: str | None = None
 
 
-def read_condemned(repo: Repo) -> Condemned:
+def read_condemned(repo: Repo, *, versioned: bool = False) -> Condemned:
     """The set as its home shows it, or any copy: each has every publication that was completed."""
     try:
-        data, version = metadata.read_versioned(repo, CONDEMNED)
+        data, version = metadata.read_versioned(repo, CONDEMNED) if versioned else (metadata.read(repo, CONDEMNED), "")
     except NotFoundError:
         return Condemned(0, {})
     try:
@@ -62,7 +64,7 @@ def publish(repo: Repo, old: Condemned, names: Mapping[str, datetime | None]) ->
     }
     data = json.dumps(document, indent=0).encode()
     if old.version == "":
-        raise ConflictError("the condemned set was read from a copy", hint="run it again")
+        raise ConflictError("the condemned set was not read from its home", hint="run it again")
     info = metadata.commit(
         repo, CONDEMNED, data, if_absent=old.version is None, if_version=old.version, all_copies=True
     )

@@ -132,7 +132,7 @@ def run_gc(repo: Repo, options: GcOptions | None = None) -> GcResult:
 
 def _pass(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> Condemned:
     home = metadata.require_home(repo, CONDEMNED, "collect garbage: cannot write")
-    old = read_condemned(repo)
+    old = read_condemned(repo, versioned=True)
     if old.version is not None and not options.dry_run:
         metadata.copy_out(repo, home, CONDEMNED, home.store.get(CONDEMNED), must=True)
     chunks = list_chunks(repo)

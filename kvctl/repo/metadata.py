@@ -12,7 +12,7 @@ that does not see it came before it, and the change copies that commit along.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvctl.core.errors import (
@@ -53,16 +53,20 @@ def read(repo: Repo, key: str) -> bytes:
     """The key's content: from its home, from a copy while the home is down. Raises NotFoundError,
     MemberDownError when no member answers.
     """
-    return read_versioned(repo, key)[0]
+    return _read(repo, key, lambda home: (home.store.get(key), ""))[0]
 
 
 def read_versioned(repo: Repo, key: str) -> tuple[bytes, str]:
     """Content and version. The version is good for `commit` only when it came from the home ('' otherwise)."""
+    return _read(repo, key, lambda home: _stable(home, key))
+
+
+def _read(repo: Repo, key: str, from_home: Callable[[RepoMember], tuple[bytes, str]]) -> tuple[bytes, str]:
     home = home_of(repo, key)
     problem: KvctlError = home.down or MemberDownError(f"member {home.name} is down")
     if home.down is None:
         try:
-            return _stable(home, key)
+            return from_home(home)
         except (TransientError, EnvError) as error:
             repo.ctx.progress.note(f"member {home.name} failed to give {key}, trying copies: {error}")
             problem = error

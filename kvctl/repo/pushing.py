@@ -11,7 +11,8 @@ and running it again writes only what is missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from kvctl.core.errors import (
@@ -24,7 +25,7 @@ from kvctl.core.errors import (
 )
 from kvctl.repo import manifests
 from kvctl.repo.chunks import ChunkRef, name_of_key
-from kvctl.repo.condemned import read_condemned
+from kvctl.repo.condemned import Condemned, read_condemned
 from kvctl.repo.layout import CHUNKS, INTENTS
 from kvctl.repo.leases import TTL, Hold
 from kvctl.repo.members import RepoMember
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 _FEW: Final = 32
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The condemned set, and the chunks listed after it was read: digest -> name -> member id -> size."""
+
+    condemned: Condemned
+    chunks: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
 class Push:
     """One writer's run. Calls come from one thread; the bytes may be written by others."""
 
@@ -49,6 +58,9 @@ class Push:
         self._epoch = repo.format.epoch
         self._present: dict[str, set[str]] = {}  # chunk name -> ids of members known to have it
         self._partial: dict[str, ChunkRef] = {}
+        self._own: dict[str, ChunkRef] = {}  # what this push writes, by digest
+        self._asked = 0
+        self._index: _Seen | None = None
         self._done = False
 
     @classmethod
@@ -75,44 +87,62 @@ class Push:
         and completed by `new`.
         """
         sizes = dict(wanted)
+        self._asked += len(sizes)
         while True:
-            before = read_condemned(self.repo)
-            whole, partial = self._look(sizes, set(before.names))
+            seen = self._see(sizes)
+            whole, partial = self._look(sizes, seen)
             if not whole and not partial:
                 return {}
             self._hold.declare(ref.name for ref in [*whole.values(), *partial.values()])
-            # an unchanged set: nothing was condemned, deleted and forgotten while we looked
-            if read_condemned(self.repo).seq == before.seq:
+            # an unchanged set: nothing was condemned, deleted and forgotten since we listed
+            if read_condemned(self.repo).seq == seen.condemned.seq:
                 self._partial.update(partial)
+                for ref in (*whole.values(), *partial.values()):
+                    self._present[ref.name] = self._holders(seen, ref)
                 return whole
+            self._index = None
 
-    def _look(self, sizes: Mapping[str, int], condemned: set[str]) -> tuple[dict[str, ChunkRef], dict[str, ChunkRef]]:
-        present: dict[str, set[str]] = {}
-        refs: dict[str, ChunkRef] = {}
-        for member, item in self._list(sizes):
-            name = name_of_key(item.key)
-            if name is None or name in condemned or sizes.get(name[:64]) != item.size:
-                continue
-            refs[name] = ChunkRef.parse(name, item.size)
-            present.setdefault(name, set()).add(member.id)
+    def _see(self, sizes: Mapping[str, int]) -> _Seen:
+        """The chunks that may serve, as listed after the condemned set was read: a few digests one by one; all
+        chunks once, when there are more in this push."""
+        if self._index is not None:
+            return self._index
+        condemned = read_condemned(self.repo)
+        if self._asked > _FEW:
+            self._index = _Seen(condemned, self._list([(member, CHUNKS) for member in self.repo.up]))
+            return self._index
+        asks = [(member, f"{CHUNKS}{digest[:2]}/{digest}.") for digest in sizes for member in self.required(digest)]
+        return _Seen(condemned, self._list(asks))
+
+    def _list(self, asks: Sequence[tuple[RepoMember, str]]) -> dict[str, dict[str, dict[str, int]]]:
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        lists = self.repo.each(lambda ask: [(i.key, i.size) for i in ask[0].store.list(ask[1])], asks)
+        for (member, _), items in zip(asks, lists, strict=True):
+            for key, size in items:
+                name = name_of_key(key)
+                if name is not None:
+                    found.setdefault(name[:64], {}).setdefault(name, {})[member.id] = size
+        return found
+
+    def _look(self, sizes: Mapping[str, int], seen: _Seen) -> tuple[dict[str, ChunkRef], dict[str, ChunkRef]]:
         whole: dict[str, ChunkRef] = {}
         partial: dict[str, ChunkRef] = {}
-        for name in sorted(refs):
-            ref = refs[name]
-            missing = {member.id for member in self.required(ref.digest)} - present[name]
-            target = partial if missing else whole
-            if ref.digest not in target:
-                target[ref.digest] = ref
-                self._present[name] = present[name]
+        for digest, size in sizes.items():
+            required = {member.id for member in self.required(digest)}
+            own = self._own.get(digest)
+            if own is not None and own.size == size and required <= self._present[own.name]:
+                whole[digest] = own
+            for name in sorted(seen.chunks.get(digest, ())):
+                ref = ChunkRef.parse(name, size)
+                have = self._holders(seen, ref)
+                if have and name not in seen.condemned.names and digest not in whole:
+                    (whole if required <= have else partial).setdefault(digest, ref)
         return whole, {digest: ref for digest, ref in partial.items() if digest not in whole}
 
-    def _list(self, sizes: Mapping[str, int]) -> list[tuple[RepoMember, ObjectInfo]]:
-        if len(sizes) > _FEW:
-            lists = self.repo.each(lambda member: list(member.store.list(CHUNKS)), self.repo.up)
-            return [(member, item) for member, items in zip(self.repo.up, lists, strict=True) for item in items]
-        asks = [(member, digest) for digest in sizes for member in self.required(digest)]
-        found = self.repo.each(lambda ask: list(ask[0].store.list(f"{CHUNKS}{ask[1][:2]}/{ask[1]}.")), asks)
-        return [(ask[0], item) for ask, items in zip(asks, found, strict=True) for item in items]
+    def _holders(self, seen: _Seen, ref: ChunkRef) -> set[str]:
+        """Ids of the members that have the chunk in the right size."""
+        copies = seen.chunks.get(ref.digest, {}).get(ref.name, {})
+        return {member for member, size in copies.items() if size == ref.size} | self._present.get(ref.name, set())
 
     def required(self, digest: str) -> list[RepoMember]:
         """The members that must have the chunk. Raises MemberDownError when one of them is down, unless the
@@ -135,12 +165,14 @@ class Push:
 
     def new_many(self, wanted: Mapping[str, int] | Iterable[tuple[str, int]]) -> dict[str, ChunkRef]:
         """Digest -> chunk to write, declared before this returns; one request for any number. A chunk that
-        `find` saw on some replicas is taken up again: `targets` names only the members that lack it.
+        `find` saw on some replicas is taken up again: `targets` names only the members that lack it. Asked twice
+        for one digest, it gives one chunk.
         """
         refs: dict[str, ChunkRef] = {}
         for digest, size in dict(wanted).items():
             self.required(digest)
-            ref = self._partial.pop(digest, None) or ChunkRef.fresh(digest, size)
+            ref = self._own.get(digest) or self._partial.pop(digest, None) or ChunkRef.fresh(digest, size)
+            self._own[digest] = ref
             self._present.setdefault(ref.name, set())
             refs[digest] = ref
         self._hold.declare(ref.name for ref in refs.values())
