@@ -100,7 +100,9 @@ class Executor:
         self._by_member: dict[int, list[Lane]] = {}
         for lane in self._lanes:
             self._by_member.setdefault(lane.member, []).append(lane)
-        self._cv = threading.Condition(threading.Lock())
+        lock = threading.Lock()
+        self._cv = threading.Condition(lock)  # idle drivers wait here for work
+        self._ended = threading.Condition(lock)  # the caller waits here for the end: it is not woken for each range
         self._queues: dict[int, deque[_State]] = {member: deque() for member in self._by_member}
         self._delayed: list[tuple[float, _State]] = []
         self._attempts: dict[int, _Attempt] = {}
@@ -157,7 +159,7 @@ class Executor:
         stop_deadline = 0.0
         with self._cv:
             while self._unfinished and self._error is None:
-                self._cv.wait(TICK)
+                self._ended.wait(TICK)
                 now = time.monotonic()
                 if self._ctx.cancel.stopping:
                     stop_deadline = stop_deadline or now + self._ctx.cancel.drain_seconds
@@ -246,7 +248,13 @@ class Executor:
     def _fatal(self, error: BaseException) -> None:
         with self._cv:
             self._error = self._error or error
-            self._cv.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Something changed (under the lock): idle drivers look for work, the caller only for the end."""
+        self._cv.notify_all()
+        if not self._unfinished or self._error is not None:
+            self._ended.notify_all()
 
     # -- choosing work (under the lock) ------------------------------------------------------------------
 
@@ -396,7 +404,7 @@ class Executor:
                 self._abandoned(attempt, completion)
             else:
                 self._not_done(attempt, completion)
-            self._cv.notify_all()
+            self._tell()
         for other in cancel:
             other.lane.transport.cancel([other.op_id])
 
@@ -531,14 +539,14 @@ class Executor:
             with self._cv:
                 self._free_scratch(attempt)
                 self._corrupt(state, attempt, error)
-                self._cv.notify_all()
+                self._tell()
         except BaseException as error:
             self._fatal(error)
         else:
             with self._cv:
                 self._free_scratch(attempt)
                 self._done(state)
-                self._cv.notify_all()
+                self._tell()
 
     def _destination(self, state: _State) -> memoryview:
         task = state.task
