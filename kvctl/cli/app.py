@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.core import ParameterSource
 
 from kvctl.cli.output import Format, Output, stdin_is_terminal
 from kvctl.core.errors import ConfigError, UsageError
@@ -50,6 +51,7 @@ class App:
         self.flags: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.output = Output(form)
+        self.s3_used = False
 
     def settle(self) -> None:
         """Bring the output in line with the global options; called before a command runs."""
@@ -98,7 +100,7 @@ class App:
             piece = part.strip()
             if not piece:
                 raise UsageError(f"an empty store between commas in {text!r}")
-            remote = "://" in piece and not piece.startswith(("file://", "mem://"))
+            remote = self._takes_s3(piece)
             configs.append(
                 parse_store(
                     piece if "://" in piece else os.path.expanduser(piece),
@@ -108,12 +110,27 @@ class App:
             )
         return tuple(configs)
 
+    def _takes_s3(self, text: str) -> bool:
+        remote = "://" in text and not text.startswith(("file://", "mem://", "peer://"))
+        self.s3_used = self.s3_used or remote
+        return remote
+
+    def _check_s3_used(self) -> None:
+        """Raises UsageError for an S3 flag that would have no effect: it belongs to a configured repo, or nowhere."""
+        ctx = click.get_current_context()
+        for name in ("endpoint_url", "region", "profile", "no_sign_request", "ca_bundle"):
+            if not self.s3_used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no effect: no store URL is on the command line",
+                    hint="configured repos say this in the config file; see `kvctl help s3`",
+                )
+
     def weights(self, text: str, s3: S3Flags | None = None) -> Weights:
         """A weights address, with the S3 flags on it if it is a URL."""
         from kvctl.core.addresses import parse_weights
 
         flags = s3 or S3Flags()
-        remote = "://" in text and not text.startswith(("file://", "mem://"))
+        remote = self._takes_s3(text)
         return parse_weights(
             text, endpoints=flags.endpoints if remote else (), options=flags.options if remote else None
         )
@@ -140,6 +157,7 @@ class App:
         from kvctl.cli.signals import resume_command
         from kvctl.core.errors import InterruptedRunError, TransientError
 
+        self._check_s3_used()
         ctx = self.context()
         try:
             yield ctx

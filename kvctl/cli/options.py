@@ -114,10 +114,20 @@ def _global(*names: str, keep: str, **kwargs: Any) -> KvOption:  # Any: as KvOpt
     )
 
 
+def _complete_repo(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from kvctl.core.errors import KvctlError
+
+    app: App | None = ctx.find_root().obj
+    try:
+        return [name for name in app.config.repos if name.startswith(incomplete)] if app is not None else []
+    except KvctlError:
+        return []  # a broken config is told by the command, not by the Tab key
+
+
 def global_options() -> tuple[KvOption, ...]:
     """Accepted by the program and by every command, before or after the command's name."""
     return (
-        _global("-r", "--repo", keep="repo", metavar="REPO",
+        _global("-r", "--repo", keep="repo", metavar="REPO", shell_complete=_complete_repo,
                 help="Repo: a configured name, a path, or store URLs separated by commas."),
         _global("-o", "--output", keep="output", type=click.Choice(FORMATS), help="Format of the data on stdout."),
         _global("-q", "--quiet", keep="quiet", is_flag=True, default=False, help="Only data and errors."),

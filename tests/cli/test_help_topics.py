@@ -94,10 +94,10 @@ def test_completion_prints_the_generated_script(kvctl: Kvctl, generate: ModuleTy
         assert done.out == (ROOT / "completions" / generate.COMPLETIONS[shell]).read_text(encoding="utf-8")
 
 
-def complete(surroundings: dict[str, str], words: str, index: int) -> list[str]:
+def complete(surroundings: dict[str, str], words: str, index: int, cwd: Path | None = None) -> list[str]:
     env = {**surroundings, "_KVCTL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(index)}
-    done = subprocess.run([PROGRAM], env=env, capture_output=True, text=True, timeout=60, check=True)
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    done = subprocess.run([PROGRAM], env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=True)
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
 
 
 def test_completion_knows_commands_options_choices_and_topics(surroundings: dict[str, str]) -> None:
@@ -107,6 +107,14 @@ def test_completion_knows_commands_options_choices_and_topics(surroundings: dict
     assert complete(surroundings, "kvctl load-weights --verify f", 3) == ["full"]
     assert complete(surroundings, "kvctl help exit", 2) == ["exit-codes"]
     assert complete(surroundings, "kvctl completion z", 2) == ["zsh"]
+
+
+def test_completion_knows_the_configured_repos(surroundings: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "kvctl.toml"
+    config.write_text("".join(f'[[repos.{name}.stores]]\nurl = "s3://b"\n' for name in ("lab", "lake", "x")))
+    assert complete(surroundings, "kvctl models ls -r la", 4, tmp_path) == ["lab", "lake"]
+    config.write_text("broken")
+    assert complete(surroundings, "kvctl models ls -r la", 4, tmp_path) == []
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")

@@ -65,6 +65,7 @@ def test_no_command_is_usage(kvctl: Kvctl) -> None:
         (["load-weights", "C:\\m"], "looks like a Windows path", None),
         (["load-weights", "lab:m"], "no repo is called 'lab'", None),
         (["load-weights", "m"], "no repo was named", "add -r NAME"),
+        (["load-weights", "./m", "--region", "eu"], "--region has no effect", "configured repos say this"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_two_with_the_reason_in_both_forms(
