@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
 from urllib.parse import quote
 
 UNSIGNED_PAYLOAD: Final = "UNSIGNED-PAYLOAD"
+_STAMP: Final = "%Y%m%dT%H%M%SZ"
 EMPTY_PAYLOAD: Final = hashlib.sha256(b"").hexdigest()
 
 
@@ -53,7 +55,7 @@ class Signer:
         now: datetime | None = None,
     ) -> list[tuple[str, str]]:
         """The headers to add to a request whose `path` and `query` are encoded (and sorted) already."""
-        stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+        stamp = now.strftime(_STAMP) if now is not None else time.strftime(_STAMP, time.gmtime())
         day = stamp[:8]
         signed = [("host", host), ("x-amz-content-sha256", payload), ("x-amz-date", stamp)]
         if credentials.token:
