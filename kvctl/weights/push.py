@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvctl import __version__
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import InterruptedRunError
+from kvctl.core.errors import InterruptedRunError, KvctlError
 from kvctl.memory.buffers import HostBuffer
 from kvctl.repo.chunks import LEAF, ChunkRef, digest_of, leaf_table
 from kvctl.repo.layout import check_name
@@ -28,7 +28,7 @@ from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
 from kvctl.weights.committing import commit_model
-from kvctl.weights.cut import GROUP, ChunkCut, cut_file, gather, windows
+from kvctl.weights.cut import GROUP, ChunkCut, cover_fault, cut_file, gather, windows
 from kvctl.weights.digests import TensorDigest, model_digest
 from kvctl.weights.from_files import PlainModel
 from kvctl.weights.hashing import FileHasher
@@ -136,7 +136,11 @@ class _Cutter:
         self.stripe = stripe
 
     def cuts(self, file: SourceFile) -> list[ChunkCut]:
-        return cut_file(file.header, self.stripe, self._rules, self._heads)
+        cuts = cut_file(file.header, self.stripe, self._rules, self._heads)
+        fault = cover_fault(cuts, file.header.data_size)
+        if fault:
+            raise KvctlError(f"{file.name} was not cut right, nothing is written", cause=fault)
+        return cuts
 
 
 @dataclass(slots=True)
