@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from kvctl.core.context import Context
     from kvctl.repo.repo import Repo
 
-# Up to this many digests are looked up one by one, more by one list of all chunks.
-_FEW: Final = 32
+# Up to this many digests of a push are looked up one by one, more by one list of all chunks.
+FEW: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,12 @@ class _Seen:
 class Push:
     """One writer's run. Calls come from one thread; the bytes may be written by others."""
 
-    def __init__(self, repo: Repo, hold: Hold, ctx: Context, *, allow_degraded: bool) -> None:
+    def __init__(self, repo: Repo, hold: Hold, ctx: Context, *, allow_degraded: bool, few: int) -> None:
         self.repo = repo
         self.ctx = ctx
         self._hold = hold
         self._allow_degraded = allow_degraded
+        self._few = few
         self._epoch = repo.format.epoch
         self._present: dict[str, set[str]] = {}  # chunk name -> ids of members known to have it
         self._partial: dict[str, ChunkRef] = {}
@@ -65,29 +66,41 @@ class Push:
 
     @classmethod
     def begin(
-        cls, repo: Repo, label: str, ctx: Context | None = None, *, ttl: float = TTL, allow_degraded: bool = False
+        cls,
+        repo: Repo,
+        label: str,
+        ctx: Context | None = None,
+        *,
+        ttl: float = TTL,
+        allow_degraded: bool = False,
+        few: int = FEW,
     ) -> Push:
         """Start a push; `label` says what of, for people. Its intent expires `ttl` seconds after its last sign of
-        life. `allow_degraded`: replicas whose member is down are left to `repair` instead of failing.
+        life. `allow_degraded`: replicas whose member is down are left to `repair` instead of failing. `few`: up to
+        so many digests are looked up one by one.
         """
         return cls(
             repo,
             Hold.begin(repo, INTENTS, label, ttl=ttl),
             ctx or repo.ctx,
             allow_degraded=allow_degraded,
+            few=few,
         )
 
     @property
     def id(self) -> str:
         return self._hold.id
 
-    def find(self, wanted: Mapping[str, int] | Iterable[tuple[str, int]]) -> dict[str, ChunkRef]:
+    def find(
+        self, wanted: Mapping[str, int] | Iterable[tuple[str, int]], *, one_by_one: bool = False
+    ) -> dict[str, ChunkRef]:
         """Digest -> chunk for those (digest, size) that are complete on every replica and not condemned. They are
         declared: gc leaves them alone until this push ends. Chunks that only some replicas have are remembered,
-        and completed by `new`.
+        and completed by `new`. `one_by_one`: a request for each digest, so that the cost does not follow what else
+        the repo holds; else many digests are looked up by one list of all chunks.
         """
         sizes = dict(wanted)
-        self._asked += len(sizes)
+        self._asked += 0 if one_by_one else len(sizes)
         while True:
             seen = self._see(sizes)
             whole, partial = self._look(sizes, seen)
@@ -102,13 +115,37 @@ class Push:
                 return whole
             self._index = None
 
+    def adopt(self, refs: Iterable[ChunkRef]) -> set[str]:
+        """The names of those of these very incarnations that are whole on every replica and not condemned; they are
+        declared, as by `find`. One look at each copy, whatever else the repo holds.
+        """
+        wanted = {ref.name: ref for ref in refs}
+        if not wanted:
+            return set()
+        self._hold.declare(wanted)
+        condemned = read_condemned(self.repo).names
+        usable = [ref for name, ref in wanted.items() if name not in condemned]
+        # there after it was declared, and not condemned by then: no gc can have left the hold out
+        asks = [(ref, member) for ref in usable for member in self.targets(ref)]
+
+        def is_whole(ask: tuple[ChunkRef, RepoMember]) -> bool:
+            try:
+                return ask[1].store.stat(ask[0].key).size == ask[0].size
+            except NotFoundError:
+                return False
+
+        for (ref, member), there in zip(asks, self.repo.each(is_whole, asks), strict=True):
+            if there:
+                self.placed(ref, member)
+        return {ref.name for ref in usable if not self.targets(ref)}
+
     def _see(self, sizes: Mapping[str, int]) -> _Seen:
         """The chunks that may serve, as listed after the condemned set was read: a few digests one by one; all
         chunks once, when there are more in this push."""
         if self._index is not None:
             return self._index
         condemned = read_condemned(self.repo)
-        if self._asked > _FEW:
+        if self._asked > self._few:
             self._index = _Seen(condemned, self._list([(member, CHUNKS) for member in self.repo.up]))
             return self._index
         asks = [(member, f"{CHUNKS}{digest[:2]}/{digest}.") for digest in sizes for member in self.required(digest)]
