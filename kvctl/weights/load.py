@@ -80,6 +80,7 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
     with open_weights(request, ctx) as source:
         plan = source.plan()
         report.metadata_bytes, report.requests = plan.metadata_bytes, plan.metadata_requests
+        report.retries = source.retries
         report.tensors, report.tp, report.objects = len(plan.tensors), plan.tp_report(), plan.objects
         report.notes.extend(plan.notes)
         required = _required(request, plan)

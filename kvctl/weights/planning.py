@@ -94,6 +94,11 @@ class Opened(ABC):
     @abstractmethod
     def plan(self) -> LoadPlan: ...
 
+    @property
+    def retries(self) -> int:
+        """Control calls (lists, headers) that were tried again so far."""
+        return sum(getattr(member.store, "retries", 0) for member in self.members)
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -142,6 +142,7 @@ def read_pinned(store: Store, read: HeadRead) -> bytes:
         raise SizeMismatchError(
             f"{_where(store, read.key)} gave {len(data)} bytes of {read.length} at {read.start}",
             cause=f"its size is {after.size}",
+            hint="the file is cut off, or the server answers ranges wrongly; fetch or upload it again",
             details={"key": read.key, "expected": read.length, "size": len(data)},
         )
     return data

@@ -139,6 +139,7 @@ def from_connection(endpoint: str, problem: Exception, *, doing: str = "talking 
             hint="name the server's CA with ca_bundle=FILE (or AWS_CA_BUNDLE), or check http:// against https://",
         )
     if isinstance(problem, (TimeoutError, BlockingIOError)):
-        return MemberDownError(f"{endpoint}: no answer in time ({doing})", cause="timed out")
-    hint = "is the server running, and the address right?" if isinstance(problem, ConnectionRefusedError) else None
+        hint = "check the network and the server's load; timeout=SECONDS allows more"
+        return MemberDownError(f"{endpoint}: no answer in time ({doing})", cause="timed out", hint=hint)
+    hint = "is the server running, and the address right?"
     return MemberDownError(f"{endpoint}: the connection failed ({doing})", cause=reason, hint=hint)

@@ -346,7 +346,10 @@ class S3Store:
                 hint="name the server's CA with ca_bundle=FILE (or AWS_CA_BUNDLE), or check http:// against https://",
             )
         if isinstance(problem, (*_UNSENT, boto_errors.ConnectionError, boto_errors.HTTPClientError)):
-            return MemberDownError(f"{endpoint}: the connection failed ({doing} {key})", cause=said)
+            hint = "is the server running, and the address right?"
+            return MemberDownError(
+                f"{endpoint}: the connection failed ({f'{doing} {key}'.strip()})", cause=said, hint=hint
+            )
         if isinstance(problem, ResponseParserError):
             return IncompatibleError(f"{name}: an answer that S3 does not give", cause=said[:200])
         if isinstance(problem, (boto_errors.ParamValidationError, boto_errors.InvalidRegionError)):
