@@ -10,11 +10,12 @@
     codecs      which codecs its packs use, for people; each fragment names its own
     lossy       whether any of them is
     chunks      [[name, size], ..]: every chunk that the session needs
-    packs       [[chunk, group, first token, tokens, blocks, header size], ..] in order of group, then token: `chunk` is a
-                position in chunks, `blocks` how many of the pack's blocks, from its first, belong to the session, and
-                `tokens` how many tokens those hold. Within a group there is no hole; all but a sliding group begin at
+    packs       [[chunk, group, first token, tokens, blocks, header size, total], ..] in order of group, then token:
+                `chunk` is a position in chunks, `blocks` how many of the pack's `total` blocks, from its first, belong to
+                the session, and `tokens` how many tokens those hold. Within a group there is no hole; all but a sliding group begin at
                 token 0 (a recurrent one has one pack, whose block ends at `tokens`)
     tokens_chunk    position of the chunk that holds the token ids (u32 LE), or null
+    index       [key, ..]: block keys (hex) of the index nodes that lead to the session, from the first to the last
     labels      {name: text}, set at the push
 
 Compact JSON: 438,764 tokens in 64 MiB packs take less than half a MiB.
@@ -35,14 +36,15 @@ SCHEMA: Final = "kvctl.session/1"
 PAGE: Final = 4096
 _FIELDS: Final = {
     *("schema", "tenant", "session", "generation", "parent", "created", "ns", "producer", "tokens", "token_hmac"),
-    *("codecs", "lossy", "chunks", "packs", "tokens_chunk", "labels"),
+    *("codecs", "lossy", "chunks", "packs", "tokens_chunk", "index", "labels"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PackRow:
     """One pack of a session. `chunk`: position in the manifest's chunks. `blocks`: how many of the pack's blocks, from
-    its first, the session uses; they hold `tokens` tokens from `first` on. `header_size` in bytes.
+    its first, the session uses; they hold `tokens` tokens from `first` on. `header_size` in bytes. `total`: blocks that
+    the pack has.
     """
 
     chunk: int
@@ -51,6 +53,7 @@ class PackRow:
     tokens: int
     blocks: int
     header_size: int
+    total: int
 
     @property
     def end(self) -> int:
@@ -75,6 +78,7 @@ class SessionManifest:
     codecs: tuple[str, ...] = ("none",)
     lossy: bool = False
     tokens_chunk: int | None = None
+    index: tuple[str, ...] = field(default=(), repr=False)
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -99,8 +103,12 @@ class SessionManifest:
             "codecs": list(self.codecs),
             "lossy": self.lossy,
             "chunks": [list(chunk) for chunk in self.chunks],
-            "packs": [[row.chunk, row.group, row.first, row.tokens, row.blocks, row.header_size] for row in self.packs],
+            "packs": [
+                [row.chunk, row.group, row.first, row.tokens, row.blocks, row.header_size, row.total]
+                for row in self.packs
+            ],
             "tokens_chunk": self.tokens_chunk,
+            "index": list(self.index),
             "labels": dict(self.labels),
         }
 
@@ -130,11 +138,12 @@ class SessionManifest:
             tokens=fields.number("tokens", 1),
             token_hmac=fields.hex("token_hmac"),
             chunks=chunks,
-            packs=tuple(_row(row, fields, i) for i, row in enumerate(fields.rows("packs", 6))),
+            packs=tuple(_row(row, fields, i) for i, row in enumerate(fields.rows("packs", 7))),
             producer=fields.texts("producer"),
             codecs=codecs,
             lossy=fields.flag("lossy"),
             tokens_chunk=fields.number_or_null("tokens_chunk"),
+            index=tuple(fields.as_hex(key, "index", 32) for key in fields.items("index")),
             labels=fields.texts("labels"),
         )
         fault = found.fault()
@@ -159,6 +168,8 @@ class SessionManifest:
                 return (
                     f"has a packs[{number}] whose header takes {row.header_size} of {self.chunks[row.chunk][1]} bytes"
                 )
+            if row.blocks > row.total:
+                return f"has a packs[{number}] that uses {row.blocks} of {row.total} blocks"
             if row.end > self.tokens:
                 return f"has a packs[{number}] that ends at token {row.end} of {self.tokens}"
             same = before is not None and before.group == row.group
@@ -185,7 +196,7 @@ def _chunk(row: list[Any], fields: Fields, number: int) -> tuple[str, int]:  # A
 
 def _row(row: list[Any], fields: Fields, number: int) -> PackRow:  # Any: JSON
     path = f"packs[{number}]"
-    lows = (0, 0, 0, 1, 1, PAGE)
+    lows = (0, 0, 0, 1, 1, PAGE, 1)
     values = [fields.as_number(value, path, low) for value, low in zip(row, lows, strict=True)]
     if values[0] >= len(fields.items("chunks")):
         raise fields.bad(path, f"names chunk {values[0]} of {len(fields.items('chunks'))}")
