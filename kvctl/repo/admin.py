@@ -14,12 +14,14 @@ from kvctl.core.context import Context
 from kvctl.core.errors import IntegrityError, PartialError
 from kvctl.repo import maintain
 from kvctl.repo.check import CheckResult, Share, check
+from kvctl.repo.copying import CopyResult, plan_replacement
 from kvctl.repo.epochs import MoveResult
 from kvctl.repo.format import STRIPE
 from kvctl.repo.gc import GcOptions, GcResult, run_gc
 from kvctl.repo.maintain import RepairResult
 from kvctl.repo.repo import Repo
 from kvctl.repo.status import StatsResult, StatusResult, stats, status
+from kvctl.repo.sync import SyncResult
 
 Configs = Sequence[StoreConfig]
 
@@ -112,11 +114,15 @@ def repair_repo(configs: Configs, ctx: Context, options: RepairOptions | None = 
     options = options or RepairOptions()
     with Repo.open(configs, ctx, allow_extras=True) as repo:
         if options.dry_run:
-            for old, _ in options.replace:
-                maintain.find_member(repo, old)
-            return RepairReport((), maintain.repair(repo, read_data=options.read_data, dry_run=True))
+            plans = tuple(_plan(repo, old) for old, _ in options.replace)
+            return RepairReport(plans, maintain.repair(repo, read_data=options.read_data, dry_run=True))
         moves = tuple(maintain.replace_member(repo, old, new) for old, new in options.replace)
         return RepairReport(moves, maintain.repair(repo, read_data=options.read_data))
+
+
+def _plan(repo: Repo, old: str) -> MoveResult:
+    copies = plan_replacement(repo, maintain.find_member(repo, old))
+    return MoveResult(repo.format.epoch.number + 1, copies, SyncResult(), CopyResult())
 
 
 def rebalance_repo(configs: Configs, ctx: Context) -> MoveReport:

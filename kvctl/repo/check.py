@@ -195,17 +195,23 @@ def find_corrupt(
         for member_id, size in sorted(chunk.sizes.items())
     ]
     found: list[tuple[str, str, str]] = []
-    for start in range(0, len(asks), _AT_ONCE):
-        repo.ctx.cancel.check("reading chunks")
-        if keep is not None:
-            keep()
-        batch = asks[start : start + _AT_ONCE]
-        for (member, name, size), why in zip(batch, repo.each(_verify, batch), strict=True):
-            if why:
-                found.append((name, member.id, why))
-            if result is not None:
-                result.read_objects += 1
-                result.read_bytes += size
+    progress = repo.ctx.progress
+    progress.begin("reading chunks", sum(size for _, _, size in asks))
+    try:
+        for start in range(0, len(asks), _AT_ONCE):
+            repo.ctx.cancel.check("reading chunks")
+            if keep is not None:
+                keep()
+            batch = asks[start : start + _AT_ONCE]
+            for (member, name, size), why in zip(batch, repo.each(_verify, batch), strict=True):
+                progress.advance(size)
+                if why:
+                    found.append((name, member.id, why))
+                if result is not None:
+                    result.read_objects += 1
+                    result.read_bytes += size
+    finally:
+        progress.end()
     return found
 
 

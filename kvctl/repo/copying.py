@@ -74,18 +74,28 @@ def fill_places(repo: Repo, *, bad: Mapping[str, set[str]] | None = None, dry_ru
         result.bytes = sum(task.size * len(task.targets) for task in tasks)
         return result
     at_once = max(1, min(_AT_ONCE, _BUDGET // max([task.size for task in tasks] + [1])))
-    for start in range(0, len(tasks), at_once):
-        repo.ctx.cancel.check("copying chunks")
-        batch = tasks[start : start + at_once]
-        for task, problem in zip(batch, repo.each(_copy, batch), strict=True):
-            if isinstance(problem, IntegrityError):
-                result.lost.append(task.name)
-            elif problem is not None:
-                result.failed.append((task.name, ", ".join(m.name for m in task.targets), str(problem)))
-            else:
-                result.objects += len(task.targets)
-                result.bytes += task.size * len(task.targets)
+    progress = repo.ctx.progress
+    progress.begin("copying chunks", sum(task.size * len(task.targets) for task in tasks))
+    try:
+        for start in range(0, len(tasks), at_once):
+            repo.ctx.cancel.check("copying chunks")
+            batch = tasks[start : start + at_once]
+            for task, problem in zip(batch, repo.each(_copy, batch), strict=True):
+                _count(task, problem, result)
+                progress.advance(task.size * len(task.targets))
+    finally:
+        progress.end()
     return result
+
+
+def _count(task: _Task, problem: KvctlError | None, result: CopyResult) -> None:
+    if isinstance(problem, IntegrityError):
+        result.lost.append(task.name)
+    elif problem is not None:
+        result.failed.append((task.name, ", ".join(m.name for m in task.targets), str(problem)))
+    else:
+        result.objects += len(task.targets)
+        result.bytes += task.size * len(task.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +107,9 @@ class _Task:
 
 
 def _tasks(repo: Repo, bad: Mapping[str, set[str]], result: CopyResult) -> Iterator[_Task]:
-    chunks = list_chunks(repo)
-    for need in sorted(needed_chunks(repo).values(), key=lambda item: item.name):
+    needed = needed_chunks(repo)
+    chunks = list_chunks(repo)  # after: what a manifest names was written before it
+    for need in sorted(needed.values(), key=lambda item: item.name):
         chunk = chunks.get(need.name)
         have = good(chunk, need) - bad.get(need.name, set())
         targets = [member for member in repo.places(need.name[:64]) if member.id not in have and member.down is None]
@@ -135,6 +146,23 @@ def _copy(task: _Task) -> KvctlError | None:
     return problem
 
 
+def plan_replacement(repo: Repo, gone: RepoMember) -> CopyResult:
+    """About what replacing `gone` will copy: the chunks that have a place on it; `lost` are those that no other
+    member has. Counts can differ by a few, as the new member's id decides.
+    """
+    needed = needed_chunks(repo)
+    chunks = list_chunks(repo)
+    result = CopyResult()
+    for need in needed.values():
+        have = good(chunks.get(need.name), need)
+        if need.size is not None and not have - ({gone.id} if gone.down is not None else set()):
+            result.lost.append(need.name)
+        elif any(member.id == gone.id for member in repo.places(need.name[:64])):
+            result.objects += 1
+            result.bytes += need.size or 0
+    return result
+
+
 def verify_copy(member: RepoMember, name: str, size: int) -> str:
     """What is wrong with one copy of a chunk, '' when its digest is right. Reads it in pieces of 8 MiB."""
     hasher = blake3.blake3()
@@ -153,9 +181,10 @@ def drop_misplaced(repo: Repo, keep: Iterable[str] = ()) -> CopyResult:
     """Delete copies of needed chunks from members that are not among their places, where all places have them."""
     result = CopyResult()
     kept = set(keep)
+    needed = needed_chunks(repo)
     chunks = list_chunks(repo)
     doomed: dict[str, list[str]] = {}
-    for need in needed_chunks(repo).values():
+    for need in needed.values():
         chunk = chunks.get(need.name)
         places = {member.id for member in repo.places(need.name[:64])}
         if chunk is None or need.name in kept or not places <= good(chunk, need):

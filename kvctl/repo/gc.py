@@ -151,7 +151,7 @@ def _pass(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> 
     result.condemned = len(garbage)
     if options.dry_run:
         return Condemned(old.seq, names)
-    result.swept_holds += _sweep_holds(marks.stale, due)
+    result.swept_holds += _sweep_holds(marks.stale)
     if names == dict(old.names):
         return old
     return publish(repo, old, names)
@@ -188,12 +188,11 @@ def _delete_on(batch: Iterable[Chunk], member: RepoMember) -> None:
         member.store.delete(keys)
 
 
-def _sweep_holds(stale: Sequence[HoldInfo], due: datetime) -> int:
-    """Remove holds that ended, once their owners have had the grace period to notice."""
-    old = [hold for hold in stale if hold.expires <= due]
-    for hold in old:
+def _sweep_holds(stale: Sequence[HoldInfo]) -> int:
+    """Remove holds that ended or were closed; an owner that comes back finds out either way."""
+    for hold in stale:
         sweep_hold(hold)
-    return len(old)
+    return len(stale)
 
 
 def _sweep_uploads(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> int:

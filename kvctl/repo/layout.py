@@ -7,7 +7,7 @@
     state/<kind>/<name>.json               small, mutable, conditional
     leases/<id>.json, leases/<id>/<n>.json     what a reader needs (see `kvctl.repo.leases`)
     gc/intents/<id>.json, ../<id>/<n>.json     what a writer is about to name
-    gc/condemned.json, gc/owner.json, gc/tombstones/<key>
+    gc/condemned.json, gc/owner.json, gc/tombstones/<key>.json
     locks/<key>/<ticket>                   only on stores without conditional put (see `kvctl.repo.locking`)
 
 Names are served literally: bytes that a key cannot carry everywhere are percent-encoded as in a URL.
@@ -18,6 +18,8 @@ from __future__ import annotations
 import unicodedata
 from typing import Final
 from urllib.parse import quote, unquote
+
+from blake3 import blake3
 
 from kvctl.core.errors import UsageError
 
@@ -85,6 +87,14 @@ def quote_part(text: str) -> str:
     return quote(text, safe="")
 
 
+def short_part(text: str) -> str:
+    """Like `quote_part`, never longer than a file name may be: what is too long ends in a digest of it."""
+    part = quote_part(text)
+    if len(part) <= _LONGEST:
+        return part
+    return f"{part[: _LONGEST - 40]}~{blake3(text.encode()).hexdigest(16)}"
+
+
 def unquote_part(part: str) -> str:
     return unquote(part)
 
@@ -108,9 +118,9 @@ def parse_model_key(key: str) -> tuple[str, str] | None:
 
 
 def state_key(kind: str, name: str) -> str:
-    """`kind` is ours ('latest', 'pins', 'labels'); `name` is any name of a model, session or version."""
-    return f"{STATE}{kind}/{quote_part(name)}.json"
+    """`kind` is ours ('latest', 'pins', 'labels'); `name` is any name of a model or session. Raises UsageError."""
+    return f"{STATE}{kind}/{quote_part(check_name(kind, name))}.json"
 
 
 def tombstone_key(key: str) -> str:
-    return f"{TOMBSTONES}{quote_part(key)}"
+    return f"{TOMBSTONES}{short_part(key)}.json"

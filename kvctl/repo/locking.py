@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Final
 
 from kvctl.core.errors import ConflictError, NotFoundError, StalledError
-from kvctl.repo.layout import LOCKS, quote_part
+from kvctl.repo.layout import LOCKS, short_part
 from kvctl.transports.api import ObjectInfo, Store, StoreCapabilities, UploadInfo
 
 SETTLE: Final = 1.5  # seconds; S3's clock shows whole seconds
@@ -81,7 +81,7 @@ class LockingStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        folder = f"{LOCKS}{quote_part(key)}/"
+        folder = f"{LOCKS}{short_part(key)}/"
         ticket = f"{folder}{secrets.token_hex(8)}"
         started = time.monotonic()
         self.inner.put(ticket, b"kvctl lock\n")

@@ -16,11 +16,12 @@ from kvctl.core.errors import (
     NotFoundError,
     UsageError,
 )
+from kvctl.repo import metadata
 from kvctl.repo.check import Share, find_corrupt
 from kvctl.repo.copying import CopyResult, fill_places
 from kvctl.repo.epochs import MoveResult, advance, write_format
 from kvctl.repo.format import Epoch, MemberFile
-from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, LOCKS, MEMBER, METADATA, REPO
+from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, LOCKS, MEMBER, METADATA, OWNER, REPO
 from kvctl.repo.leases import read_holds
 from kvctl.repo.marking import finish_deletions
 from kvctl.repo.members import Found, RepoMember, check_endpoints, look, read_optional
@@ -45,19 +46,33 @@ def repair(repo: Repo, *, read_data: Share | None = None, dry_run: bool = False)
     """Replace missing and short copies from good ones, on the members that answer; with `read_data` also copies
     whose bytes are wrong. Metadata that its home lost comes back from copies.
     """
+    if dry_run:
+        return _repair(repo, read_data, None, dry_run=True)
+    if metadata.home_of(repo, OWNER).down is not None:
+        # the lock saves work only; gc and changes of members, which it keeps apart, need all members
+        repo.ctx.progress.note("repairing without the maintenance lock: the member that keeps it is down")
+        return _repair(repo, read_data, None, dry_run=False)
     with Owner.take(repo, "repair") as owner:
-        finished = 0
-        if not dry_run and not repo.down:
-            write_format(repo, repo.format)
-            finished = finish_deletions(repo)
-        synced = sync_metadata(repo, dry_run=dry_run)
-        owner.keep()
-        corrupt = find_corrupt(repo, read_data, keep=owner.keep) if read_data else []
-        bad: dict[str, set[str]] = {}
-        for name, member, _ in corrupt:
-            bad.setdefault(name, set()).add(member)
-        copied = fill_places(repo, bad=bad, dry_run=dry_run)
-        return RepairResult(copied, synced, [(name, repo.format.name(m)) for name, m, _ in corrupt], finished)
+        return _repair(repo, read_data, owner, dry_run=False)
+
+
+def _repair(repo: Repo, read_data: Share | None, owner: Owner | None, *, dry_run: bool) -> RepairResult:
+    def keep() -> None:
+        if owner is not None:
+            owner.keep()
+
+    finished = 0
+    if not dry_run and not repo.down:
+        write_format(repo, repo.format)
+        finished = finish_deletions(repo)
+    synced = sync_metadata(repo, dry_run=dry_run)
+    keep()
+    corrupt = find_corrupt(repo, read_data, keep=keep) if read_data else []
+    bad: dict[str, set[str]] = {}
+    for name, member, _ in corrupt:
+        bad.setdefault(name, set()).add(member)
+    copied = fill_places(repo, bad=bad, dry_run=dry_run)
+    return RepairResult(copied, synced, [(name, repo.format.name(m)) for name, m, _ in corrupt], finished)
 
 
 def rebalance(repo: Repo) -> MoveResult:

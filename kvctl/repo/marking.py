@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvctl.core.errors import NotFoundError
+from kvctl.core.errors import FormatError, NotFoundError
 from kvctl.repo import manifests, metadata
-from kvctl.repo.chunks import ChunkRef, name_of_key
-from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, TOMBSTONES, unquote_part
+from kvctl.repo.chunks import ChunkRef, digest_of, name_of_key
+from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, TOMBSTONES
 from kvctl.repo.leases import HoldInfo, close_hold, read_holds
-from kvctl.repo.members import read_optional
+from kvctl.repo.members import RepoMember, read_optional
 
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
@@ -89,21 +90,31 @@ def mark(repo: Repo) -> Marks:
 
 def finish_deletions(repo: Repo) -> int:
     """Delete copies of metadata that a member kept because it was down when the key was deleted. Needs all
-    members. Returns how many went.
+    members. Returns how many went. A key that was written again since is left alone.
     """
     count = 0
-    stones = {item.key for member in repo.up for item in member.store.list(TOMBSTONES)}
-    for stone in sorted(stones):
-        key = unquote_part(stone.removeprefix(TOMBSTONES))
-        deleted = {read_optional(member.store, stone) for member in repo.up}
-        try:
-            metadata.home_of(repo, key).store.stat(key)
-        except NotFoundError:
-            for member in repo.up:
-                data = read_optional(member.store, key)
-                if data is not None and data in deleted:
-                    member.store.delete([key])
-                    count += 1
+    stones = sorted({item.key for member in repo.up for item in member.store.list(TOMBSTONES)})
+    for stone in stones:
+        told = {_tombstone(data, stone) for m in repo.up if (data := read_optional(m.store, stone)) is not None}
+        for key, digest in sorted(told):
+            if read_optional(metadata.home_of(repo, key).store, key) is None:
+                count += sum(_drop_copy(member, key, digest) for member in repo.up)
         for member in repo.up:
             member.store.delete([stone])
     return count
+
+
+def _tombstone(data: bytes, where: str) -> tuple[str, str]:
+    try:
+        document = json.loads(data)
+        return str(document["key"]), str(document["digest"])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise FormatError(f"{where} is malformed", cause=str(problem)) from problem
+
+
+def _drop_copy(member: RepoMember, key: str, digest: str) -> bool:
+    data = read_optional(member.store, key)
+    if data is None or digest_of(data) != digest:
+        return False
+    member.store.delete([key])
+    return True

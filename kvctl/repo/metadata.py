@@ -24,9 +24,10 @@ from kvctl.core.errors import (
     TransientError,
 )
 from kvctl.repo import placement
+from kvctl.repo.chunks import digest_of
 from kvctl.repo.format import parse_repo
 from kvctl.repo.layout import REPO, tombstone_key
-from kvctl.repo.members import RepoMember
+from kvctl.repo.members import RepoMember, read_optional
 from kvctl.transports.api import ObjectInfo
 
 if TYPE_CHECKING:
@@ -237,11 +238,10 @@ def delete(repo: Repo, key: str) -> None:
     check_writable(repo, f"delete {key}")
     home = require_home(repo, key, "delete")
     if len(repo.up) < len(repo.members):
-        try:
-            data = home.store.get(key)
-        except NotFoundError:
-            data = b""
-        repo.each(lambda member: member.store.put(tombstone_key(key), data), repo.up)
+        data = read_optional(home.store, key)
+        if data is not None:
+            stone = json.dumps({"key": key, "digest": digest_of(data)}).encode()
+            repo.each(lambda member: member.store.put(tombstone_key(key), stone), repo.up)
     home.store.delete([key])
     check_view(repo, home)
     others = [member for member in repo.up if member.id != home.id]

@@ -66,7 +66,8 @@ def status(repo: Repo) -> StatusResult:
     repo.list_meta(MODELS)  # says so clearly when no member answers
     fmt = repo.format
     result = StatusResult(repo.id, fmt.epoch.number, fmt.phase, fmt.replicas, fmt.stripe_size)
-    chunks = list_chunks(repo)
+    users = manifest_refs(repo)
+    chunks = list_chunks(repo)  # after: what a manifest names was written before it
     for member in repo.members:
         if member.down is not None:
             reason = str(member.down)
@@ -76,7 +77,7 @@ def status(repo: Repo) -> StatusResult:
         result.members.append(
             MemberStatus(member.id, member.name, member.config.url, up=True, objects=len(sizes), bytes=sum(sizes))
         )
-    _judge(repo, chunks, manifest_refs(repo), result)
+    _judge(repo, chunks, users, result)
     return result
 
 
@@ -125,8 +126,8 @@ class StatsResult:
 def stats(repo: Repo) -> StatsResult:
     """Computed from what is there now; nothing of it is stored anywhere."""
     repo.list_meta(MODELS)
-    chunks = list_chunks(repo)
     users = manifest_refs(repo)
+    chunks = list_chunks(repo)
     models = [model for key in users if (model := parse_model_key(key))]
     named = {ref.name: ref for refs in users.values() for ref in refs}
     sizes = {ref.digest: ref.size for ref in named.values()}

@@ -11,7 +11,7 @@ import pytest
 from kvctl.core.context import Context
 from kvctl.core.errors import NotFoundError
 from kvctl.repo import manifests, owner
-from kvctl.repo.chunks import digest_of
+from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.layout import INTENTS, LEASES, model_key
 from kvctl.repo.leases import TTL, lease_manifest, read_holds
@@ -27,9 +27,10 @@ A, B, C, D = (blob(letter, 40) for letter in "abcd")
 class World:
     """Two members; model 'old' (A, B) is there; each actor opens the repo for itself."""
 
-    def __init__(self, ctx: Context, *, replicas: int, ttl: float) -> None:
+    def __init__(self, ctx: Context, *, replicas: int, ttl: float, few: int = 32) -> None:
         self.ctx = ctx
         self.ttl = ttl
+        self.few = few  # digests that a push looks up one by one
         self.stores = mem_stores(2)
         with Repo.init(self.stores, ctx=ctx, replicas=replicas) as repo:
             push_blobs(repo, "old", [A, B])
@@ -40,9 +41,11 @@ class World:
 
     def pusher(self, name: str, blobs: list[bytes]) -> Actor:
         def run(actor: Actor) -> None:
-            with self.open(actor) as repo, Push.begin(repo, name, ttl=self.ttl) as push:
+            with self.open(actor) as repo, Push.begin(repo, name, ttl=self.ttl, few=self.few) as push:
                 sizes = {digest_of(data): data for data in blobs}
-                refs = push.find({digest: len(data) for digest, data in sizes.items()})
+                refs: dict[str, ChunkRef] = {}
+                for digest, data in sizes.items():
+                    refs |= push.find({digest: len(data)})
                 refs |= push.new_many({d: len(data) for d, data in sizes.items() if d not in refs})
                 for digest, data in sizes.items():
                     for member in push.targets(refs[digest]):
@@ -117,7 +120,7 @@ def _useless_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(ctx: Context, seed: int) -> tuple[World, list[Actor], list[str]]:
-    world = World(ctx, replicas=1 + seed % 2, ttl=TTL if seed % 3 else -1.0)
+    world = World(ctx, replicas=1 + seed % 2, ttl=TTL if seed % 3 else -1.0, few=seed % 5 % 2)
     actors = [
         world.pusher("new", [A, C]),
         world.pusher("other", [B, C, D]),
