@@ -9,15 +9,71 @@ import pytest
 from contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 from kvctl.core.addresses import StoreConfig
+from kvctl.core.errors import UsageError
 from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.seaweed import SeaweedFS
 from kvctl.testing.store_contract import StoreCase
 from kvctl.testing.transport_contract import TransportCase, TransportContract
-from kvctl.transports.api import Store, Transport
+from kvctl.transports.api import Capabilities, Op, Store, Transport
 from kvctl.transports.faults import FaultyTransport
 from kvctl.transports.limit import LimitedTransport, TokenBucket
+from kvctl.transports.mem import MemStore, MemTransport
 from kvctl.transports.registry import choose, open_transports
 from kvctl.transports.retry import RetryStore
+
+
+class ReadOnlyMem(MemTransport):
+    """The flag `writes`, the other way."""
+
+    def __init__(self, store: MemStore) -> None:
+        super().__init__(store)
+        self._capabilities = Capabilities(writes=False, durable=False)
+
+    def perform(self, op: Op) -> int:
+        if op.kind == "write":
+            raise UsageError(f"{op.key}: this transport only reads")
+        return super().perform(op)
+
+
+class RangedMem(MemTransport):
+    """The flag `ranged_write`, the other way."""
+
+    def __init__(self, store: MemStore) -> None:
+        super().__init__(store)
+        self._capabilities = Capabilities(ranged_write=True, durable=False)
+
+    def perform(self, op: Op) -> int:
+        if op.kind == "read" or op.length == op.object_size:
+            return super().perform(op)
+        data = bytearray(self._store.get(op.key))
+        data[op.offset : op.offset + op.length] = op.view
+        self._store.put(op.key, bytes(data))
+        return 1
+
+
+class AlignedMem(MemTransport):
+    """`alignment`, the other way."""
+
+    def __init__(self, store: MemStore) -> None:
+        super().__init__(store)
+        self._capabilities = Capabilities(alignment=512, durable=False)
+
+    def perform(self, op: Op) -> int:
+        if any(value % 512 for value in (op.offset, op.length, op.buffer_offset)):
+            raise UsageError(f"{op.key}: offset, length and address must be multiples of 512")
+        return super().perform(op)
+
+
+def mem_transport_case(kind: Callable[[MemStore], Transport]) -> TransportCase:
+    case = mem_case()
+    store = case.store
+    assert isinstance(store, MemStore)
+
+    def raw_put(key: str, data: bytes) -> str:
+        case.raw_put(key, data)
+        return store.stat(key).version
+
+    return TransportCase(lambda: kind(store), raw_put, case.raw_get)
 
 
 def transport_case(
@@ -134,3 +190,21 @@ class TestFaultyWithoutFaults(TransportContract):
     @pytest.fixture
     def case(self) -> TransportCase:
         return wrapped(transport_case(mem_case(), "mem"), FaultyTransport)
+
+
+class TestReadOnly(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return mem_transport_case(ReadOnlyMem)
+
+
+class TestRangedWrites(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return mem_transport_case(RangedMem)
+
+
+class TestAligned(TransportContract):
+    @pytest.fixture
+    def case(self) -> TransportCase:
+        return mem_transport_case(AlignedMem)
