@@ -162,10 +162,14 @@ def test_a_bug_leaves_a_crash_log_and_no_traceback(kvctl: Kvctl, tmp_path: Path,
     site = tmp_path / "site"
     (site / "kvctl_bad-1.dist-info").mkdir(parents=True)
     (site / "kvctl_bad-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kvctl-bad\nVersion: 1\n")
-    (site / "kvctl_bad-1.dist-info" / "entry_points.txt").write_text("[kvctl.transports]\nbad = kvctl_bad:SPEC\n")
-    (site / "kvctl_bad.py").write_text("SPEC = 1 / 0\n")
+    (site / "kvctl_bad-1.dist-info" / "entry_points.txt").write_text("[kvctl.stores]\nbad = kvctl_bad:SPEC\n")
+    (site / "kvctl_bad.py").write_text(
+        "from kvctl.transports.registry import StoreSpec\n"
+        "SPEC = StoreSpec('bad', 'fails', 'kvctl_bad:open_store')\n"
+        "def open_store(config):\n    return 1 / 0\n"
+    )
     env = {"PYTHONPATH": str(site)}
-    done = kvctl("transports", "ls", env=env)
+    done = kvctl("load-weights", "bad://x", env=env)
     assert done.code == 1
     assert "Traceback" not in done.err
     assert "ZeroDivisionError" in done.err
@@ -173,7 +177,7 @@ def test_a_bug_leaves_a_crash_log_and_no_traceback(kvctl: Kvctl, tmp_path: Path,
     assert len(logs) == 1
     assert str(logs[0]) in done.err
     assert "Traceback" in logs[0].read_text()
-    assert "Traceback" in kvctl("transports", "ls", "-vv", env=env).err
+    assert "Traceback" in kvctl("load-weights", "bad://x", "-vv", env=env).err
 
 
 def test_an_unwritable_state_directory_does_not_hide_the_error(kvctl: Kvctl, tmp_path: Path, model: Path) -> None:
