@@ -171,7 +171,7 @@ def _count_garbage(repo: Repo, chunks: dict[str, Chunk], users: Users, result: C
         places = {member.id for member in repo.places(name[:64])}
         misplaced += len(chunks[name].sizes.keys() - places) if name in chunks else 0
     unknown = sum(name_of_key(item.key) is None for member in repo.up for item in member.store.list(CHUNKS))
-    uploads = sum(1 for member in repo.up if member.store.capabilities.uploads for _ in member.store.uploads())
+    uploads = sum(1 for member in repo.up for _ in member.store.uploads())
     result.garbage = {
         "orphans": len(orphans),
         "orphan_bytes": sum(sum(chunk.sizes.values()) for chunk in orphans),

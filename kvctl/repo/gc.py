@@ -202,8 +202,6 @@ def _sweep_uploads(repo: Repo, options: GcOptions, budget: _Budget, result: GcRe
     count = 0
     age = max(options.grace, TTL) if result.holds else options.grace
     for member in repo.members:
-        if not member.store.capabilities.uploads:
-            continue
         due = member.store.now() - timedelta(seconds=age)
         for upload in list(member.store.uploads()):
             if upload.started > due:

@@ -32,7 +32,9 @@ TTL: Final = 60.0
 
 
 class LockingStore:
-    """A store with `conditional_put`, made of one without. See `kvctl.transports.api.Store`."""
+    """A store with `conditional_put`, made of any: where the store has it, this adds nothing. Whether it has is
+    asked at the first conditional put, not before: finding out may cost a write. See `kvctl.transports.api.Store`.
+    """
 
     def __init__(self, inner: Store, *, settle: float = SETTLE, ttl: float = TTL) -> None:
         self.inner = inner
@@ -45,7 +47,7 @@ class LockingStore:
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        return replace(self.inner.capabilities, conditional_put=True, conditional_delete=False)
+        return replace(self.inner.capabilities, conditional_put=True)
 
     def stat(self, key: str) -> ObjectInfo:
         return self.inner.stat(key)
@@ -61,6 +63,8 @@ class LockingStore:
     ) -> ObjectInfo:
         if not if_absent and if_version is None:
             return self.inner.put(key, data)
+        if self.inner.capabilities.conditional_put:
+            return self.inner.put(key, data, if_absent=if_absent, if_version=if_version)
         self._check(key, if_absent, if_version)  # most losers see it here, without a ticket
         with self._locked(key):
             self._check(key, if_absent, if_version)

@@ -108,8 +108,7 @@ def fan_out(function: Callable[[A], B], items: Sequence[A], *, workers: int = _W
 def wrap(store: Store, ctx: Context, *, attempts: int | None = None, settle: float = SETTLE) -> Store:
     """The store with retries, and with a lock where it lacks atomic conditional puts."""
     policy = ctx.retry if attempts is None else replace(ctx.retry, attempts=min(attempts, ctx.retry.attempts))
-    retrying: Store = RetryStore(store, policy, cancel=ctx.cancel)
-    return retrying if store.capabilities.conditional_put else LockingStore(retrying, settle=settle)
+    return LockingStore(RetryStore(store, policy, cancel=ctx.cancel), settle=settle)
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
