@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -233,13 +235,13 @@ def scenarios(options: argparse.Namespace, stack: contextlib.ExitStack) -> Itera
         models.append((model.REAL_PACKAGE, *model.real(work)))
     if "file" in options.scenarios:
         for title, folder, files in models:
-            repo_path = os.path.join(work, f"repo-{os.path.basename(folder)}")
-            fresh = not os.path.exists(repo_path)
-            repo = make_repo(os.path.basename(folder), folder, repo_path) if fresh else repo_path
+            place = os.path.join(work, f"repo-{os.path.basename(folder)}")
+            shutil.rmtree(place, ignore_errors=True)
+            repo = make_repo(os.path.basename(folder), folder, place)
             setup = Setup(folder, files, scratch=scratch, repo=repo)
             if "warm" in options.cache:
-                warm(setup)
-                yield Scenario("Files, warm page cache", title, setup, FILE_RIVALS, "preadv")
+                with kept_in_cache([*setup.paths, *under(repo)]):
+                    yield Scenario("Files, warm page cache", title, setup, FILE_RIVALS, "preadv")
             if "direct" in options.cache:
                 yield Scenario("Files, O_DIRECT", title, replace(setup, direct=True), FILE_RIVALS, "preadv")
     if "s3" in options.scenarios:
@@ -262,16 +264,41 @@ def scenarios(options: argparse.Namespace, stack: contextlib.ExitStack) -> Itera
             setup = Setup(
                 folder, files, endpoint=endpoint, bucket=BUCKET, prefix=os.path.basename(folder), scratch=scratch
             )
-            warm(setup)
-            yield Scenario("S3 protocol, static sendfile server", title, setup, STATIC_RIVALS, "bare readinto")
+            with kept_in_cache(setup.paths):
+                yield Scenario("S3 protocol, static sendfile server", title, setup, STATIC_RIVALS, "bare readinto")
 
 
-def warm(setup: Setup) -> None:
-    for path in setup.paths:
-        with open(path, "rb", buffering=0) as file:
-            block = bytearray(1 << 24)
-            while file.readinto(block):
-                pass
+@contextlib.contextmanager
+def kept_in_cache(paths: Iterable[str]) -> Iterator[None]:
+    """The files' pages read and locked in the page cache, so that "warm" stays true for every rival of a long run:
+    a kernel may reclaim what was not used for minutes. Without the right to lock they are only read.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p  # Python's own mmap gives no address of a read-only mapping
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            size = ctypes.c_size_t(os.fstat(fd).st_size)
+            at = ctypes.c_void_p(libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(0)))
+            stack.callback(libc.munmap, at, size)
+            if libc.mlock(at, size):
+                warm(path)
+        yield
+
+
+def under(folder: str) -> Iterator[str]:
+    """Every file below a folder that has bytes; none when there is no folder."""
+    for root, _, names in os.walk(folder) if folder else ():
+        paths = (os.path.join(root, name) for name in names)
+        yield from (path for path in paths if os.path.getsize(path))
+
+
+def warm(path: str) -> None:
+    block = bytearray(1 << 24)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
 
 
 def machine() -> Json:
