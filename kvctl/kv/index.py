@@ -138,12 +138,14 @@ class Stored:
     requests: int
     problems: tuple[str, ...] = ()
 
-    def uses(self) -> list[PackUse]:
-        """The packs of the prefix, each once, clipped to it; by group, then place."""
-        found: dict[tuple[int, int, str], PackUse] = {}
+    def uses(self, descriptor: Descriptor) -> list[PackUse]:
+        """The packs of the prefix, each once, as far as the prefix goes; by group, then place."""
+        found: dict[tuple[int, str], PackUse] = {}
         for node in self.nodes:
             for use in node.packs:
-                found[use.group, use.first, use.chunk.name] = use
+                known = found.get((use.group, use.chunk.name))
+                if known is None or known.end < use.end:
+                    found[use.group, use.chunk.name] = use
         return sorted(found.values())
 
 

@@ -11,9 +11,10 @@
     lossy       whether any of them is
     chunks      [[name, size], ..]: every chunk that the session needs
     packs       [[chunk, group, first token, tokens, blocks, header size, total], ..] in order of group, then token:
-                `chunk` is a position in chunks, `blocks` how many of the pack's `total` blocks, from its first, belong to
-                the session, and `tokens` how many tokens those hold. Within a group there is no hole; all but a sliding group begin at
-                token 0 (a recurrent one has one pack, whose block ends at `tokens`)
+                `chunk` is a position in chunks, `blocks` how many of the pack's `total` blocks, from its first, belong
+                to the session, and `tokens` how many tokens those hold. Within a group there is no hole; all but a
+                sliding group begin at token 0 (a recurrent one has one pack, whose block ends at `tokens`). A sliding
+                group may begin inside its first block: what that block holds before `first token` is zeros
     tokens_chunk    position of the chunk that holds the token ids (u32 LE), or null
     index       [key, ..]: block keys (hex) of the index nodes that lead to the session, from the first to the last
     labels      {name: text}, set at the push
