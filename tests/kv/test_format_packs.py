@@ -1,0 +1,233 @@
+"""Packs: what is encoded comes back; layers and tensor-parallel shards are ranges; damage raises our errors only."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvctl.core.errors import IntegrityError, KvctlError, UsageError
+from kvctl.kv import packs, tokens
+from kvctl.kv.identity import Group
+from kvctl.kv.landing import landing, place_fragment
+from kvctl.kv.packs import PackGeometry, PackHeader, Span, TokenView
+
+NS = "5a" * 32
+SECRET = b"s" * 32
+QUICK = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Cache:
+    """KV of one group in memory, with `start` the first token that it has."""
+
+    def __init__(self, geometry: PackGeometry, first: int, end: int, seed: int) -> None:
+        self.geometry, self.first, self.end = geometry, first, end
+        made = random.Random(seed)
+        size = 1 if geometry.group.recurrent else end - first
+        self.parts = {
+            (layer, part): made.randbytes(geometry.group.kv_heads * size * geometry.row(part) // 2)
+            + bytes(
+                geometry.group.kv_heads * size * geometry.row(part)
+                - geometry.group.kv_heads * size * geometry.row(part) // 2
+            )
+            for layer in geometry.group.layers
+            for part in geometry.parts
+        }
+
+    def __call__(self, layer: int, part: str) -> TokenView:
+        return TokenView(memoryview(self.parts[layer, part]), self.first, self.end - self.first)
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> PackGeometry:
+    kind = draw(st.sampled_from(["full", "sliding", "mla", "indexer", "recurrent"]))
+    one = kind in {"mla", "indexer", "recurrent"}
+    heads = 1 if one else draw(st.integers(1, 5))
+    layers = tuple(sorted(draw(st.sets(st.integers(0, 40), min_size=1, max_size=3))))
+    k_dim = draw(st.sampled_from([1, 3, 8, 128]))
+    v_dim = 0 if kind in {"indexer", "recurrent"} else draw(st.sampled_from([1, 5, 8, 64]))
+    group = Group(kind, layers, heads, k_dim, v_dim, 24 if kind == "sliding" else None)
+    blocks = 1 if kind == "recurrent" else draw(st.integers(1, 7))
+    return PackGeometry(
+        index=draw(st.integers(0, 3)),
+        group=group,
+        dtype=draw(st.sampled_from(["BF16", "F32", "F8_E4M3", "F16"])),
+        blocks=blocks,
+        head_step=draw(st.integers(1, heads)),
+        run_blocks=draw(st.integers(1, blocks)),
+        block_tokens=draw(st.sampled_from([1, 4, 16])),
+    )
+
+
+def chain_for(geometry: PackGeometry, skipped_blocks: int, tail: int) -> list[tokens.BlockKey]:
+    count = (skipped_blocks + geometry.blocks) * geometry.block_tokens - tail
+    ids = array("I", range(count))
+    return tokens.chain(SECRET, NS, ids, geometry.block_tokens)[skipped_blocks:]
+
+
+def read(header: PackHeader, pack: memoryview, spans: list[Span], cache: Cache) -> dict[tuple[int, str], bytes]:
+    """What the spans give, in views with the tokens of `cache`."""
+    geometry = header.geometry
+    got = {
+        key: TokenView(memoryview(bytearray(len(data))), cache.first, cache.end - cache.first)
+        for key, data in cache.parts.items()
+    }
+    for span in spans:
+        data = pack[span.offset : span.offset + span.length]
+        for fragment in span.fragments:
+            stored = data[fragment.offset - span.offset :][: fragment.stored]
+            packs.verify_fragment(header, fragment, stored)
+            target = got[fragment.place.layer, fragment.place.part]
+            at = landing(header, fragment, target)
+            if at is not None:
+                assert fragment.codec == "none"
+                target.data[at[0] : at[0] + at[1]] = stored
+            else:
+                raw = memoryview(bytearray(fragment.place.raw))
+                packs.decode_fragment(header, fragment, stored, raw)
+                place_fragment(header, fragment, raw, target)
+    assert geometry == header.geometry
+    return {key: bytes(view.data) for key, view in got.items()}
+
+
+@given(geometries(), st.sampled_from(["none", "zstd"]), st.integers(0, 3), st.data())
+@QUICK
+def test_what_is_encoded_is_decoded(geometry: PackGeometry, codec: str, skipped: int, data: st.DataObject) -> None:
+    tail = data.draw(st.integers(0, geometry.block_tokens - 1))
+    blocks = chain_for(geometry, skipped, tail)
+    first = blocks[0].start
+    if geometry.group.kind == "sliding":
+        first += data.draw(st.integers(0, blocks[0].count - 1))
+    cache = Cache(geometry, first, blocks[-1].end, data.draw(st.integers(0, 1 << 30)))
+    pack = packs.encode_pack(geometry, NS, blocks, cache, codec, first=first)
+    header = packs.parse_pack_header(pack, "pack")
+    assert (header.geometry, header.ns, list(header.blocks)) == (geometry, NS, blocks)
+    assert (header.pack_size, header.header_size) == (len(pack), packs.header_size(pack[:16], "pack"))
+    assert (header.first, header.tokens) == (first, blocks[-1].end - first)
+    if codec == "none":
+        assert len(pack) == geometry.bound
+    assert read(header, pack, packs.ranges(header), cache) == cache.parts
+    # Used memory is written over, padding included: the bytes are the same.
+    dirty = memoryview(bytearray(b"\xff" * geometry.bound))
+    assert packs.encode_pack(geometry, NS, blocks, cache, codec, first=first, out=dirty) == pack
+
+
+@given(geometries(), st.sampled_from(["none", "zstd"]))
+@QUICK
+def test_a_layer_is_one_range_and_a_shard_one_for_each_of_k_and_v(geometry: PackGeometry, codec: str) -> None:
+    blocks = chain_for(geometry, 0, 0)
+    cache = Cache(geometry, 0, blocks[-1].end, 1)
+    header = packs.parse_pack_header(packs.encode_pack(geometry, NS, blocks, cache, codec), "pack")
+    for layer in geometry.group.layers:
+        (span,) = packs.ranges(header, [layer])
+        assert len(span.fragments) == geometry.fragments // len(geometry.group.layers)
+        for head in range(geometry.group.kv_heads):
+            shard = packs.ranges(header, [layer], (head, head + 1))
+            whole = geometry.head_step >= geometry.group.kv_heads
+            assert len(shard) == (1 if whole else len(geometry.parts))
+            assert {f.place.head // geometry.head_step for s in shard for f in s.fragments} == {
+                head // geometry.head_step
+            }
+    assert len(packs.ranges(header)) == 1
+
+
+@given(geometries(), st.data())
+@QUICK
+def test_some_blocks_are_read_without_the_others(geometry: PackGeometry, data: st.DataObject) -> None:
+    blocks = chain_for(geometry, 0, 0)
+    cache = Cache(geometry, 0, blocks[-1].end, 1)
+    header = packs.parse_pack_header(packs.encode_pack(geometry, NS, blocks, cache), "pack")
+    begin = data.draw(st.integers(0, geometry.blocks - 1))
+    count = data.draw(st.integers(1, geometry.blocks - begin))
+    got = {
+        block
+        for s in packs.ranges(header, None, None, begin, count)
+        for f in s.fragments
+        for block in range(f.place.block, f.place.end_block)
+    }
+    assert got >= set(range(begin, begin + count))
+    assert min(got) > begin - geometry.run_blocks
+    assert max(got) < begin + count + geometry.run_blocks - 1 + 1
+
+
+@given(geometries(), st.data())
+@QUICK
+def test_damaged_headers_raise_errors_of_ours_only(geometry: PackGeometry, data: st.DataObject) -> None:
+    blocks = chain_for(geometry, 0, 0)
+    pack = bytearray(packs.encode_pack(geometry, NS, blocks, Cache(geometry, 0, blocks[-1].end, 1)))
+    size = geometry.header_size
+    fields = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 255)), min_size=1, max_size=6))
+    before = bytes(pack)
+    for at, value in fields:
+        pack[at if data.draw(st.booleans()) else at % 192] = value
+    if data.draw(st.booleans()):  # a forger knows the checksum too
+        pack[24:32] = bytes(8)
+        pack[24:32] = xxhash.xxh3_64_intdigest(pack[:size]).to_bytes(8, "little")
+    cut = data.draw(st.sampled_from([len(pack), size, size - 1, 100, 16, 3, 0]))
+    try:
+        header = packs.parse_pack_header(bytes(pack[:cut]), "pack")
+    except KvctlError:
+        return
+    assert header.pack_size == len(before)
+
+
+def plain(blocks: int = 3, heads: int = 2, dtype: str = "BF16") -> PackGeometry:
+    return PackGeometry(0, Group("full", (0, 1), heads, 8, 8), dtype, blocks, 1, blocks)
+
+
+def test_a_flipped_bit_is_found_in_its_fragment() -> None:
+    geometry = plain()
+    blocks = chain_for(geometry, 0, 0)
+    pack = packs.encode_pack(geometry, NS, blocks, Cache(geometry, 0, 48, 1))
+    header = packs.parse_pack_header(pack, "pack")
+    fragment = header.fragments[5]
+    pack[fragment.offset + 7] ^= 1
+    for other in header.fragments:
+        stored = pack[other.offset : other.end]
+        if other is fragment:
+            with pytest.raises(IntegrityError, match=r"layer 1 k, heads \[1, 2\), blocks \[0, 3\)"):
+                packs.verify_fragment(header, other, stored)
+        else:
+            packs.verify_fragment(header, other, stored)
+
+
+def test_large_fragments_begin_at_pages_and_small_ones_are_packed() -> None:
+    large = PackGeometry(0, Group("full", (0,), 2, 128, 128), "BF16", 32, 1, 32)  # 128 KiB a fragment
+    blocks = chain_for(large, 0, 0)
+    header = packs.parse_pack_header(packs.encode_pack(large, NS, blocks, Cache(large, 0, 512, 1), "zstd"), "pack")
+    assert all(f.offset % 4096 == 0 for f in header.fragments if f.stored > 65536)
+    assert {f.codec for f in header.fragments} == {"none", "zstd"}  # half of the bytes are zeros, by head
+    small = replace(large, blocks=1, run_blocks=1)
+    packed = packs.parse_pack_header(packs.encode_pack(small, NS, blocks[:1], Cache(small, 0, 16, 1)), "pack")
+    assert [f.offset - packed.header_size for f in packed.fragments] == [0, 4096, 8192, 12288]
+
+
+def test_fragments_that_do_not_shrink_stay_raw() -> None:
+    geometry = plain(dtype="F8_E4M3")
+    blocks = chain_for(geometry, 0, 0)
+    noise = random.Random(1).randbytes(2 * 48 * 8)
+    pack = packs.encode_pack(geometry, NS, blocks, lambda layer, part: TokenView(memoryview(noise), 0, 48), "zstd")
+    assert {f.codec for f in packs.parse_pack_header(pack, "pack").fragments} == {"none"}
+    assert len(pack) == geometry.bound
+
+
+def test_blocks_of_two_chains_are_refused() -> None:
+    geometry = plain(2)
+    ours = chain_for(geometry, 0, 0)
+    theirs = tokens.chain(b"t" * 32, NS, range(32))
+    with pytest.raises(UsageError) as caught:
+        packs.encode_pack(geometry, NS, [ours[0], theirs[1]], Cache(geometry, 0, 32, 1))
+    assert caught.value.cause == "block 1 does not follow block 0"
+
+
+def test_packs_grow_with_the_session_and_hold_at_least_a_block() -> None:
+    assert packs.pack_target(1 << 30) == 16 << 20
+    assert packs.pack_target(189 * 10**9) == 64 << 20
+    group = Group("full", tuple(range(80)), 8, 128, 128)
+    assert packs.pack_blocks(group, "BF16") == 3
+    assert packs.pack_blocks(replace(group, kv_heads=8 * 64), "BF16") == 1
