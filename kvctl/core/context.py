@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ class Context:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     config: Config | None = None
     verbose: int = 0
+
+    @property
+    def trace(self) -> Callable[[str], None] | None:
+        """Where each request is told, with -v."""
+        return self.progress.note if self.verbose else None
 
     def quiet(self) -> Context:
         """The same, with a progress that passes notes on and counts nothing."""

@@ -6,7 +6,7 @@ slowed to a crawl holds few ranges when the others have run dry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from kvctl.transports.api import Store, Transport
 from kvctl.transports.limit import LimitedTransport, TokenBucket
 from kvctl.transports.registry import Choice, choose, open_store, open_transports
 from kvctl.transports.retry import RetryStore
+from kvctl.transports.traced import TracedTransport
 
 FIRST_WINDOW: Final = 2
 
@@ -102,9 +103,10 @@ def open_lanes(
     options: Mapping[str, str] | None = None,
     max_rate: int | None = None,
     failed: Mapping[str, str] | None = None,
+    trace: Callable[[str], None] | None = None,
 ) -> LaneSet:
     """A lane for each endpoint of each member, together no faster than `max_rate` bytes/s. `failed`: transports
-    that failed in this run, passed over now. Raises UsageError or EnvError when the asked transport cannot
+    that failed in this run, passed over now. `trace` is told each request. Raises UsageError or EnvError when the asked transport cannot
     serve a member: nothing falls back silently."""
     lanes: list[Lane] = []
     choices: dict[str, Choice] = {}
@@ -117,7 +119,8 @@ def open_lanes(
             opened = open_transports(member.config, member.store, choices[scheme], options)
             names = member.config.endpoints or ("",)
             for endpoint, way in zip(names, opened, strict=True):
-                held = way if bucket is None else LimitedTransport(way, bucket=bucket)
+                told = way if trace is None else TracedTransport(way, trace)
+                held = told if bucket is None else LimitedTransport(told, bucket=bucket)
                 lanes.append(Lane(member.index, member.name, endpoint, held))
     except BaseException:
         for lane in lanes:

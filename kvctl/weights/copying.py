@@ -75,8 +75,8 @@ class _Copy:
         self.clock = StageClock()
         self.max_rate = request.max_rate
         self.stats = RunStats()
-        self.reading: LaneSet = open_lanes(source.up, max_rate=request.max_rate)
-        self.writing: LaneSet = open_lanes(target.up, max_rate=request.max_rate)
+        self.reading: LaneSet = open_lanes(source.up, max_rate=request.max_rate, trace=ctx.trace)
+        self.writing: LaneSet = open_lanes(target.up, max_rate=request.max_rate, trace=ctx.trace)
 
     def run(self, manifest: ModelManifest, watch: Stopwatch) -> dict[str, ChunkRef]:
         """Digest -> chunk of the target, all of them there."""

@@ -130,7 +130,9 @@ def _required(request: LoadRequest, plan: LoadPlan) -> DigestsFile | None:
 
 def _verify_stream(source: PlainModel, required: DigestsFile, report: Report, watch: Stopwatch, ctx: Context) -> None:
     """Nothing is kept, so the tensors are hashed in order as they stream by."""
-    lanes = open_lanes(source.members, transport=source.request.transport, options=source.request.transport_options)
+    lanes = open_lanes(
+        source.members, transport=source.request.transport, options=source.request.transport_options, trace=ctx.trace
+    )
     clock = StageClock()
     watch.ready()
     ctx.progress.begin("loading", source.source.data_bytes)
@@ -176,6 +178,7 @@ class _Loading:
                 options={} if failed else self.request.transport_options,
                 max_rate=self.request.max_rate,
                 failed=failed,
+                trace=self.ctx.trace,
             )
             try:
                 self._attempt(lanes, watch)

@@ -200,8 +200,8 @@ class _Pushing:
         self.refs: dict[str, ChunkRef] = {}
         self.new_bytes = self.new_chunks = self.shared_bytes = self.shared_chunks = 0
         self.stats = RunStats()
-        self.reading: LaneSet = open_lanes(source.members, max_rate=request.max_rate)
-        self.writing: LaneSet = open_lanes(repo.up, max_rate=request.max_rate)
+        self.reading: LaneSet = open_lanes(source.members, max_rate=request.max_rate, trace=ctx.trace)
+        self.writing: LaneSet = open_lanes(repo.up, max_rate=request.max_rate, trace=ctx.trace)
         self.workers = min(4, os.cpu_count() or 1)
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-hash")
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="kvctl-read")
