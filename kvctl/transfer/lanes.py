@@ -106,8 +106,10 @@ def open_lanes(
     trace: Callable[[str], None] | None = None,
 ) -> LaneSet:
     """A lane for each endpoint of each member, together no faster than `max_rate` bytes/s. `failed`: transports
-    that failed in this run, passed over now. `trace` is told each request. Raises UsageError or EnvError when the asked transport cannot
-    serve a member: nothing falls back silently."""
+    that failed in this run, passed over now. `trace` is told each request.
+
+    Raises UsageError or EnvError when the asked transport cannot serve a member: nothing falls back silently.
+    """
     lanes: list[Lane] = []
     choices: dict[str, Choice] = {}
     bucket = None if max_rate is None else TokenBucket(max_rate)
