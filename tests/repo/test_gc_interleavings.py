@@ -143,8 +143,9 @@ def test_random_interleavings_lose_nothing_and_leave_no_garbage(ctx: Context) ->
 
 
 @pytest.mark.slow
-def test_many_random_interleavings(ctx: Context) -> None:
-    for seed in range(1000, 6000):
+@pytest.mark.parametrize("block", range(10))
+def test_many_random_interleavings(ctx: Context, block: int) -> None:
+    for seed in range(1000 + 500 * block, 1500 + 500 * block):
         world, actors, trace = play(ctx, seed)
         world.check(actors, trace)
 

@@ -9,15 +9,17 @@ import pytest
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import ConflictError, NotFoundError
+from kvctl.core.errors import ConflictError, MemberDownError, NotFoundError
 from kvctl.repo import maintain, manifests
 from kvctl.repo.check import Share, check
 from kvctl.repo.chunks import digest_of
 from kvctl.repo.layout import INTENTS, LEASES, model_key
 from kvctl.repo.leases import lease_manifest, read_holds
+from kvctl.repo.members import AbsentStore
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.repo.state import read_state, update_state
+from kvctl.transports.api import Store
 from kvctl.transports.mem import space
 from tests.repo.steps import Actor, hooked, run_random
 from tests.repo.world import blob, manifest_of, mem_stores, push_blobs, read_blobs
@@ -26,7 +28,9 @@ OLD = [blob(f"old{number}", 40) for number in range(4)]
 
 
 class World:
-    """Three members (the third may be dead) and a fourth store; each actor opens the repo for itself."""
+    """Three members and a fourth store; each actor opens the repo for itself. 'replace': the third member is
+    dead. 'partition': the operator and client b cannot reach it and declare it dead, the others can and do not.
+    """
 
     def __init__(self, ctx: Context, change: str) -> None:
         self.ctx = ctx
@@ -43,18 +47,29 @@ class World:
             "add": stores,
             "drain": stores[:2],
             "replace": [*stores[:2], stores[3]],
+            "partition": [*stores[:2], stores[3]],
         }[change]
         self.committed: dict[str, bytes] = {}
         self.counted = 0
 
-    def open(self, actor: Actor, stores: list[StoreConfig], *, extras: bool = False) -> Repo:
-        return Repo.open(stores, self.ctx, opener=hooked(actor.hook), workers=1, allow_extras=extras)
+    def open(self, actor: Actor, *, extras: bool = False) -> Repo:
+        """As the actor sees it."""
+        stores = [*self.before, self.new] if self.change == "add" and extras else self.before
+        reach = hooked(actor.hook)
+
+        def cut(config: StoreConfig) -> Store:
+            if config == self.before[2]:
+                return AbsentStore(config.url, MemberDownError("no route to host"))
+            return reach(config)
+
+        far = self.change == "partition" and actor.name in {"partition", "b"}
+        if far and actor.name == "b":
+            stores, extras = self.after, True
+        return Repo.open(stores, self.ctx, opener=cut if far else reach, workers=1, allow_extras=extras)
 
     def mover(self) -> Actor:
         def run(actor: Actor) -> None:
-            with self.open(
-                actor, [*self.before, self.new] if self.change == "add" else self.before, extras=True
-            ) as repo:
+            with self.open(actor, extras=True) as repo:
                 self.move(repo)
 
         return Actor(self.change, run)
@@ -71,7 +86,7 @@ class World:
         data = blob(name, 40)
 
         def run(actor: Actor) -> None:
-            with self.open(actor, self.before) as repo, Push.begin(repo, name, allow_degraded=True) as push:
+            with self.open(actor) as repo, Push.begin(repo, name, allow_degraded=True) as push:
                 refs = push.find({digest_of(item): len(item) for item in (OLD[0], data)})
                 for item in (OLD[0], data):
                     ref = refs.setdefault(digest_of(item), push.new(digest_of(item), len(item)))
@@ -87,7 +102,7 @@ class World:
 
     def counter(self) -> Actor:
         def run(actor: Actor) -> None:
-            with self.open(actor, self.before) as repo:
+            with self.open(actor) as repo:
                 for _ in range(2):
                     update_state(repo, "latest", "old", lambda old: {"n": (old or {"n": -100})["n"] + 1})
                     self.counted += 1
@@ -96,7 +111,7 @@ class World:
 
     def reader(self) -> Actor:
         def run(actor: Actor) -> str:
-            with self.open(actor, self.before) as repo:
+            with self.open(actor) as repo:
                 held, data = lease_manifest(repo, model_key("old", "1"))
                 for ref in manifests.chunk_refs(manifests.parse(data, "old")):
                     assert self.read(repo, ref.digest, ref.key) is not None
@@ -120,7 +135,7 @@ class World:
         for actor in actors:
             assert actor.error is None or actor.error.exit_code in {2, 6}, f"{actor.name}: {actor.error!r}\n{story}"
         stores = list({config.url: config for config in [*self.before, self.new]}.values())
-        listed = stores if self.change == "add" else self.before
+        listed = {"add": stores, "partition": self.before[:2]}.get(self.change, self.before)
         with Repo.open(listed, self.ctx, workers=1, allow_extras=True) as repo:
             for prefix in (INTENTS, LEASES):
                 for hold in read_holds(repo, prefix):
@@ -163,17 +178,19 @@ def many(ctx: Context, change: str, seeds: range) -> set[str]:
     return ends
 
 
-CHANGES = pytest.mark.parametrize("change", ["add", "drain", "replace"])
+CHANGES = pytest.mark.parametrize("change", ["add", "drain", "replace", "partition"])
 
 
 @CHANGES
 def test_random_interleavings_with_a_change_of_members(ctx: Context, change: str) -> None:
     ends = many(ctx, change, range(25))
-    assert ends >= {change, "counter", "reader"}
+    assert ends >= {change, "counter"}
+    assert "reader" in ends or change == "partition"
     assert ends & {"a", "b"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block", range(4))
 @CHANGES
-def test_many_interleavings_with_a_change_of_members(ctx: Context, change: str) -> None:
-    many(ctx, change, range(1000, 2000))
+def test_many_interleavings_with_a_change_of_members(ctx: Context, change: str, block: int) -> None:
+    many(ctx, change, range(1000 + 250 * block, 1250 + 250 * block))

@@ -271,6 +271,29 @@ def test_a_client_with_an_old_view_finds_out_after_its_put(ctx: Context) -> None
         assert parse_repo(open_store(configs[0]).get(REPO), "here").generation == 2
 
 
+def test_nothing_is_committed_while_homes_are_about_to_move(ctx: Context) -> None:
+    configs = mem_stores(2)
+    with Repo.init(configs, ctx=ctx) as repo:
+        push_blobs(repo, "m", [blob("a")])
+        moving = repo.format.next(phase="moving", earlier=(repo.format.epoch,))
+    for phase, refused in (("moving", False), ("switching", True)):
+        for config in configs:
+            open_store(config).put(REPO, dataclasses.replace(moving, phase=phase).to_bytes())
+        with Repo.open(configs, ctx) as repo:
+            assert read_blobs(repo, "m") == [blob("a")]
+            if refused:
+                with pytest.raises(TransientError, match="is changing its members"):
+                    repo.commit_meta("models/n/1.json", b"{}", if_absent=True)
+                with pytest.raises(TransientError, match="is changing its members"):
+                    repo.delete_meta(model_key("m", "1"))
+            else:
+                repo.commit_meta("models/n/0.json", b"{}", if_absent=True)
+    for config in configs:
+        open_store(config).put(REPO, moving.to_bytes())
+    with open_without(configs, ctx, configs[0]) as repo, pytest.raises(TransientError):
+        repo.commit_meta("models/n/2.json", b"{}", if_absent=True)
+
+
 def test_state_counts_every_update_of_many_threads(stores: Stores, ctx: Context) -> None:
     with Repo.init(stores(2), ctx=ctx) as repo:
 
