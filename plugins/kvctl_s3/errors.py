@@ -143,3 +143,10 @@ def from_connection(endpoint: str, problem: Exception, *, doing: str = "talking 
         return MemberDownError(f"{endpoint}: no answer in time ({doing})", cause="timed out", hint=hint)
     hint = "is the server running, and the address right?"
     return MemberDownError(f"{endpoint}: the connection failed ({doing})", cause=reason, hint=hint)
+
+
+def no_credentials(url: str) -> AuthError:
+    return AuthError(
+        f"{url}: no credentials found",
+        hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or anonymous=true for public buckets",
+    )

@@ -1,4 +1,4 @@
-"""The `s3://` store: control calls through boto3, on any S3 server.
+"""The `s3://` store: control calls on any S3 server. Reads go over our own connections, writes through boto3.
 
 Endpoints of one store stand in for each other: a call that cannot connect goes to the next one, and the one
 that answered is asked first from then on. A version is the ETag, compared and never interpreted.
@@ -6,22 +6,17 @@ that answered is asked first from then on. A version is the ETag, compared and n
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-import botocore.exceptions as boto_errors
-from botocore.parsers import ResponseParserError
+from urllib.parse import quote
 
 from kvctl.core.errors import (
     AuthError,
-    ConfigError,
     ConflictError,
-    EnvError,
     IncompatibleError,
     KvctlError,
     MemberDownError,
@@ -31,9 +26,13 @@ from kvctl.core.errors import (
 from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
 from kvctl.transports.retry import from_pages
-from kvctl_s3.access import Access, no_credentials
-from kvctl_s3.errors import Doing, from_status, redact
+from kvctl_s3.access import Access
+from kvctl_s3.client import Client
+from kvctl_s3.errors import Doing, from_status
+from kvctl_s3.listing import parse_list
+from kvctl_s3.route import Route
 from kvctl_s3.settings import parse_settings
+from kvctl_s3.wire import Head
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _DELETE_BATCH: Final = 1000  # limit of DeleteObjects
 _PROBE: Final = ".kvctl-probe-"
-_UNSENT: Final = (boto_errors.EndpointConnectionError, boto_errors.ConnectTimeoutError)
 
 
 def version_of(etag: str) -> str:
@@ -61,6 +59,7 @@ class S3Store:
         self.page_size = 1000  # the most that S3 gives
         self._first = 0  # the endpoint that answered last
         self._bucket_seen = False
+        self._readers: dict[str, Client] = {}
         self._lock = threading.Lock()
         switch = settings.conditional_put
         # AWS documents it; elsewhere it is tried once, when first asked for
@@ -82,29 +81,23 @@ class S3Store:
 
     def stat(self, key: str) -> ObjectInfo:
         full = self.full_key(key)
-
-        def head(client: S3Client) -> ObjectInfo:
-            answer = client.head_object(Bucket=self._bucket, Key=full)
-            return ObjectInfo(
-                key, answer["ContentLength"], version_of(answer["ETag"]), answer["LastModified"].astimezone(UTC)
-            )
-
         try:
-            info = self._call(head, key)
+            head, _ = self._ask("HEAD", full, shown=key)
         except KvctlError as problem:
             # a HEAD's answer has no body and so no code: where that matters, ask again in a way that has one
             if problem.details.get("status") in {400, 403, 404} and not (self._bucket_seen and problem.exit_code == 4):
                 self._explain(key, full)
             raise
         self._bucket_seen = True
-        return info
+        size = head.content_length
+        if size is None:
+            raise IncompatibleError(f"{self.url}: {key}: the server does not say the object's size")
+        modified = head.get("last-modified")
+        return ObjectInfo(key, size, version_of(head.get("etag") or ""), _parse_date(modified))
 
     def _explain(self, key: str, full: str) -> None:
-        def get(client: S3Client) -> None:
-            client.get_object(Bucket=self._bucket, Key=full, Range="bytes=0-0")["Body"].close()
-
         try:
-            self._call(get, key)
+            self._ask("GET", full, "range: bytes=0-0\r\n", shown=key)
         except KvctlError as problem:
             self._bucket_seen = problem.details.get("code") == "NoSuchKey"
             if problem.exit_code in {2, 4, 5}:
@@ -120,28 +113,17 @@ class S3Store:
 
     def list_page(self, prefix: str, token: str) -> tuple[Sequence[ObjectInfo], str]:
         """One request: up to `page_size` objects, and the token of the next page ('' for the last)."""
-        where = {"ContinuationToken": token} if token else {}
-
-        def page(client: S3Client) -> Any:  # Any: boto's TypedDict
-            return client.list_objects_v2(
-                Bucket=self._bucket,
-                Prefix=self._prefix + prefix,
-                MaxKeys=self.page_size,
-                **where,  # type: ignore[arg-type] # a TypedDict by name
-            )
-
-        answer = self._call(page, prefix, "list")
-        items = [
-            ObjectInfo(
-                item["Key"][len(self._prefix) :],
-                item["Size"],
-                version_of(item["ETag"]),
-                item["LastModified"].astimezone(UTC),
-            )
-            for item in answer.get("Contents", [])
-        ]
-        following = answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else ""
-        return [item for item in items if not item.key.startswith(_PROBE)], following
+        fields = {"encoding-type": "url", "list-type": "2", "max-keys": str(self.page_size)}
+        fields |= {"prefix": self._prefix + prefix} | ({"continuation-token": token} if token else {})
+        query = "&".join(f"{name}={quote(value, safe='-._~')}" for name, value in sorted(fields.items()))
+        _, body = self._ask("GET", None, query=query, shown=prefix, doing="list")
+        items, following = parse_list(body, self.url)
+        cut = len(self._prefix)
+        return [
+            ObjectInfo(key[cut:], size, version_of(etag), modified)
+            for key, size, etag, modified in items
+            if not key.startswith(self._prefix + _PROBE)
+        ], following
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         full = self.full_key(key)
@@ -150,25 +132,17 @@ class S3Store:
         if length == 0:
             self.stat(key)
             return b""
-        wanted = (
-            "" if start == 0 and length is None else f"bytes={start}-{'' if length is None else start + length - 1}"
-        )
-
-        def read(client: S3Client) -> bytes:
-            extra: dict[str, Any] = {"Range": wanted} if wanted else {}  # Any: boto's keywords by name
-            answer = client.get_object(Bucket=self._bucket, Key=full, **extra)
-            with contextlib.closing(answer["Body"]) as body:
-                if wanted and answer["ResponseMetadata"]["HTTPStatusCode"] == 200:  # the server ignored the range
-                    data = body.read() if length is None else body.read(start + length)
-                    return data[start:]
-                return body.read()
-
+        last = "" if length is None else start + length - 1
+        ranged = start > 0 or length is not None
         try:
-            return self._call(read, key)
+            head, data = self._ask("GET", full, f"range: bytes={start}-{last}\r\n" if ranged else "", shown=key)
         except KvctlError as problem:
             if problem.details.get("status") == 416:
                 return b""  # it ends before `start`
             raise
+        if ranged and head.status == 200:  # the server ignored the range
+            return data[start:] if length is None else data[start : start + length]
+        return data
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
@@ -190,7 +164,8 @@ class S3Store:
 
         def write(client: S3Client) -> ObjectInfo:
             answer = client.put_object(Bucket=self._bucket, Key=full, Body=data, **extra)
-            return ObjectInfo(key, len(data), version_of(answer["ETag"]), _date(answer["ResponseMetadata"]))
+            date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+            return ObjectInfo(key, len(data), version_of(answer["ETag"]), _parse_date(date))
 
         try:
             # a conditional put that may have landed is not sent again from here: whoever retries must know
@@ -237,16 +212,14 @@ class S3Store:
 
     def now(self) -> datetime:
         """The `Date` of an answer: whole seconds."""
-
-        def ask(client: S3Client) -> datetime:
-            try:
-                return _date(client.head_bucket(Bucket=self._bucket)["ResponseMetadata"])
-            except boto_errors.ClientError as problem:
-                if problem.response["ResponseMetadata"].get("HTTPStatusCode") == 403:
-                    return _date(problem.response["ResponseMetadata"])  # no right to list, yet it told the time
+        try:
+            head, _ = self._ask("HEAD", None)
+        except AuthError as problem:
+            date = problem.details.get("date")  # no right to list, yet it told the time
+            if not isinstance(date, str):
                 raise
-
-        return self._call(ask, "")
+            return _parse_date(date)
+        return _parse_date(head.get("date"))
 
     def uploads(self) -> Iterator[UploadInfo]:
         marker: dict[str, str] = {}
@@ -271,6 +244,8 @@ class S3Store:
         )
 
     def close(self) -> None:
+        for client in self._readers.values():
+            client.close()
         self.access.close()
 
     def _has_conditional_put(self) -> bool:
@@ -311,74 +286,62 @@ class S3Store:
                 return
             return
 
+    def _ask(
+        self, method: str, full: str | None, extra: str = "", *, query: str = "", shown: str = "", doing: Doing = "read"
+    ) -> tuple[Head, bytes]:
+        """A request that changes nothing, to the endpoint that answers."""
+        return self._each_endpoint(
+            lambda endpoint: self._reader(endpoint).request(method, full, extra, query=query, shown=shown, doing=doing)
+        )
+
+    def _reader(self, endpoint: str) -> Client:
+        with self._lock:
+            found = self._readers.get(endpoint)
+            if found is None:
+                found = self._readers[endpoint] = Client(Route(self.access, endpoint), self.url)
+            return found
+
     def _call(self, function: Callable[[S3Client], T], key: str, doing: Doing = "read", *, once: bool = False) -> T:
-        """`function` with a client of the endpoint that answered last, then of the others while none connects.
-        `once`: not again when the request may have arrived.
+        """`function` with a boto3 client of the endpoint that answers."""
+        import botocore.exceptions as boto_errors
+
+        from kvctl_s3.boto_errors import from_boto
+
+        def attempt(endpoint: str) -> T:
+            try:
+                return function(self.access.aws.client(endpoint, self.access.region))
+            except (boto_errors.BotoCoreError, boto_errors.ClientError) as problem:
+                # botocore's chain may quote a signed URL
+                raise from_boto(problem, self.url, key, doing, endpoint) from None
+
+        return self._each_endpoint(attempt, once=once)
+
+    def _each_endpoint(self, attempt: Callable[[str], T], *, once: bool = False) -> T:
+        """`attempt` with the endpoint that answered last, then with the others while none connects. `once`: not again
+        when the request may have arrived.
         """
         endpoints = self.access.endpoints
         first = self._first
         for turn in range(len(endpoints)):
             number = (first + turn) % len(endpoints)
             try:
-                result = function(self.access.client(endpoints[number]))
-            except (boto_errors.BotoCoreError, boto_errors.ClientError) as problem:
-                error = self._error_from(problem, key, doing, endpoints[number])
-                if isinstance(error, MemberDownError):
-                    self._first = (number + 1) % len(endpoints)
-                    if turn + 1 < len(endpoints) and (not once or isinstance(problem, _UNSENT)):
-                        continue
-                raise error from None  # botocore's chain may quote a signed URL
+                result = attempt(endpoints[number])
+            except MemberDownError as problem:
+                self._first = (number + 1) % len(endpoints)
+                if turn + 1 == len(endpoints) or (once and not problem.details.get("unsent")):
+                    raise
+                continue
             self._first = number
             return result
         raise AssertionError("a store has an endpoint")
 
-    def _error_from(self, problem: Exception, key: str, doing: Doing, endpoint: str) -> KvctlError:
-        if isinstance(problem, boto_errors.ClientError):
-            return self._from_answer(problem, key, doing)
-        said = redact(str(problem))
-        name = f"{self.url}: {key}" if key else self.url
-        if isinstance(problem, boto_errors.NoCredentialsError):
-            return no_credentials(self.url)
-        if isinstance(problem, boto_errors.SSLError):
-            return EnvError(
-                f"{endpoint}: TLS failed",
-                cause=said,
-                hint="name the server's CA with ca_bundle=FILE (or AWS_CA_BUNDLE), or check http:// against https://",
-            )
-        if isinstance(problem, (*_UNSENT, boto_errors.ConnectionError, boto_errors.HTTPClientError)):
-            hint = "is the server running, and the address right?"
-            return MemberDownError(
-                f"{endpoint}: the connection failed ({f'{doing} {key}'.strip()})", cause=said, hint=hint
-            )
-        if isinstance(problem, ResponseParserError):
-            return IncompatibleError(f"{name}: an answer that S3 does not give", cause=said[:200])
-        if isinstance(problem, (boto_errors.ParamValidationError, boto_errors.InvalidRegionError)):
-            return ConfigError(f"{name}: the request cannot be made", cause=said)
-        if isinstance(problem, boto_errors.IncompleteReadError):
-            return TransientError(f"{name}: the answer ended early", cause=said)
-        if "redential" in type(problem).__name__ or "Token" in type(problem).__name__:
-            return AuthError(f"{self.url}: the credentials cannot be used", cause=said, hint="log in again")
-        return TransientError(f"{name}: the request failed", cause=said)
 
-    def _from_answer(self, problem: boto_errors.ClientError, key: str, doing: Doing) -> KvctlError:
-        meta = problem.response.get("ResponseMetadata", {})
-        error = problem.response.get("Error", {})
-        code = str(error.get("Code", ""))
-        headers = meta.get("HTTPHeaders", {})
-        return from_status(
-            self.url,
-            key,
-            int(meta.get("HTTPStatusCode", 0)),
-            "" if code.isdigit() else code,
-            str(error.get("Message", "")),
-            doing=doing,
-            region=headers.get("x-amz-bucket-region") or error.get("Region"),  # type: ignore[arg-type] # botocore adds it
-        )
-
-
-def _date(meta: Any) -> datetime:  # Any: boto's ResponseMetadata
-    text = meta.get("HTTPHeaders", {}).get("date")
-    return parsedate_to_datetime(text).astimezone(UTC) if text else datetime.now(UTC)
+def _parse_date(text: str | None) -> datetime:
+    """An HTTP date; this host's clock where the server tells no time."""
+    try:
+        return parsedate_to_datetime(text).astimezone(UTC) if text else datetime.now(UTC)
+    except ValueError:
+        return datetime.now(UTC)
 
 
 def open_store(config: StoreConfig) -> S3Store:

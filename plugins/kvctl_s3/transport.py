@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
-from urllib.parse import urlsplit
 
 from kvctl.core.errors import (
     IncompatibleError,
@@ -24,8 +23,9 @@ from kvctl.core.errors import (
 from kvctl.transports.api import Capabilities, Op, Store, StoreConfig
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 from kvctl_s3.errors import from_connection, from_status, parse_error_body
-from kvctl_s3.settings import check_endpoint, uses_path_style
-from kvctl_s3.signing import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer, encode_path
+from kvctl_s3.route import Route
+from kvctl_s3.settings import check_endpoint
+from kvctl_s3.signing import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Signer
 from kvctl_s3.store import S3Store, version_of
 from kvctl_s3.wire import ClosedError, Connection, Head, ProtocolError
 
@@ -50,22 +50,9 @@ class S3Transport(ThreadedTransport):
         self, store: S3Store, endpoint: str, *, threads: int = 4, sign_payload: bool = False, receive_buffer: int = 0
     ) -> None:
         super().__init__(Capabilities(max_in_flight=threads, zero_copy=endpoint.startswith("http://")))
-        settings = store.access.settings
-        parts = urlsplit(endpoint)
-        host = parts.hostname or ""
-        secure = parts.scheme == "https"
-        path_style = uses_path_style(endpoint, settings.bucket, settings.addressing)
         self.endpoint = endpoint
-        self._host = host if path_style else f"{settings.bucket}.{host}"
-        self._port = parts.port or (443 if secure else 80)
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        self._host_header = shown if parts.port is None else f"{shown}:{parts.port}"
-        self._root = f"/{settings.bucket}/" if path_style else "/"
         self._store = store
-        self._region = store.access.region
-        self._credentials: Callable[[], Credentials | None] = store.access.credentials
-        self._tls = store.access.tls_context() if secure else None
-        self._timeouts = (settings.connect_timeout, settings.timeout)
+        self._route = Route(store.access, endpoint)
         self._sign_payload = sign_payload
         self._receive_buffer = receive_buffer
         self._worker = _Worker()
@@ -113,6 +100,11 @@ class S3Transport(ThreadedTransport):
                 self._drop()
             return requests
 
+    def describe(self, op: Op) -> str:
+        """The request an operation becomes, for -v: method, URL and range."""
+        url = self._route.url(self._store.full_key(op.key))
+        return f"PUT {url}" if op.kind == "write" else f"GET {url} bytes={op.offset}-{op.offset + op.length - 1}"
+
     def interrupt(self, op_id: int) -> None:
         with self._active_lock:
             connection = self._active.get(op_id)
@@ -130,14 +122,7 @@ class S3Transport(ThreadedTransport):
                 return connection, True
             self._drop()
         try:
-            connection = Connection(
-                self._host,
-                self._port,
-                tls=self._tls,
-                connect_timeout=self._timeouts[0],
-                timeout=self._timeouts[1],
-                receive_buffer=self._receive_buffer,
-            )
+            connection = self._route.connect(self._receive_buffer)
         except OSError as problem:
             raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
         self._worker.connection = connection
@@ -149,17 +134,9 @@ class S3Transport(ThreadedTransport):
             connection.close()
 
     def _head(self, method: str, key: str, extra: str, payload: str = EMPTY_PAYLOAD) -> bytes:
-        path = encode_path(self._root + key)
-        credentials = self._credentials()
-        auth = ""
-        if credentials is not None:
-            if self._worker.signer is None:
-                self._worker.signer = Signer(self._region)
-            signed = self._worker.signer.headers(method, self._host_header, path, credentials, payload=payload)
-            auth = "".join(f"{name}: {value}\r\n" for name, value in signed)
-        return (
-            f"{method} {path} HTTP/1.1\r\nhost: {self._host_header}\r\nuser-agent: kvctl\r\n{auth}{extra}\r\n"
-        ).encode("latin-1")
+        if self._worker.signer is None:
+            self._worker.signer = self._route.signer()
+        return self._route.head(self._worker.signer, method, key, extra, payload=payload)
 
     def _read(self, op: Op, key: str, connection: Connection) -> bool:
         condition = "" if op.version is None else f'if-match: "{op.version}"\r\n'

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +37,7 @@ from kvctl.testing.transport_contract import drive
 from kvctl.transports.api import Completion, Op, Status
 from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl.transports.retry import RetryStore
+from kvctl_s3.listing import parse_list
 
 SIZE = 200_000
 DATA = bytes(range(250)) * (SIZE // 250)
@@ -433,8 +438,6 @@ def test_a_wrong_region_is_named_with_the_right_one(server: FaultyS3) -> None:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A self-signed certificate for 127.0.0.1, as PEM files: it is its own CA."""
-    import subprocess
-
     folder = tmp_path_factory.mktemp("tls")
     chain, key = str(folder / "ca.pem"), str(folder / "key.pem")
     subprocess.run(
@@ -560,3 +563,58 @@ def test_the_stores_clock_is_the_servers(server: FaultyS3) -> None:
     store.close()
     assert now.microsecond == 0
     assert [item.method for item in server.log] == ["HEAD"]
+
+
+def test_reading_with_keys_from_the_environment_does_not_import_boto3(server: FaultyS3) -> None:
+    program = (
+        "import sys\n"
+        "from kvctl.core.addresses import StoreConfig\n"
+        "from kvctl.transports.registry import open_store\n"
+        f"store = open_store(StoreConfig('s3://bucket', ({server.endpoint!r},)))\n"
+        "assert [item.key for item in store.list()] == ['dir/w.bin']\n"
+        "assert store.get('dir/w.bin', 0, 3) == bytes([0, 1, 2])\n"
+        f"assert store.stat('dir/w.bin').size == {SIZE}\n"
+        "assert store.now().year > 2000\n"
+        "store.close()\n"
+        "assert not {'boto3', 'botocore', 'urllib3', 'numpy', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"hello", b"<a>&x;</a>", b"<!DOCTYPE a [<!ENTITY x 'y'>]><ListBucketResult/>"]
+)
+def test_a_list_that_is_no_list_is_refused(body: bytes) -> None:
+    with pytest.raises(IncompatibleError):
+        parse_list(body, "s3://bucket")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/2 200\r\nA: b\r\n\r\n",
+        b"HTTP/1.1 2000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: b\r\n folded\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA : b\r\n\r\n",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"HTTP/1.1 206 OK\r\nContent-Length: +5\r\n\r\n",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 5, 5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
+    ],
+)
+def test_a_malformed_head_is_refused(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(head)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        error = read_error(StoreConfig("s3://bucket", (f"http://127.0.0.1:{listener.getsockname()[1]}",)))
+        thread.join()
+    assert type(error) is IncompatibleError
+    assert "not an answer" in error.what

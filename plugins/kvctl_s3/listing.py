@@ -1,0 +1,33 @@
+"""The pages of ListObjectsV2. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree as ET
+
+from kvctl.core.errors import IncompatibleError
+
+
+def parse_list(body: bytes, url: str) -> tuple[list[tuple[str, int, str, datetime]], str]:
+    """(key, size, ETag, modified) of each object, and the token of the next page ('' for the last). Raises
+    IncompatibleError for what is no such page. Keys come URL-encoded, as we ask for: XML cannot hold all of them.
+    """
+    try:
+        if b"<!DOCTYPE" in body or b"<!ENTITY" in body:
+            raise ET.ParseError("a document type")
+        root = ET.fromstring(body)  # noqa: S314 - document types, and so entities, are refused above
+        space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
+        encoded = root.findtext(f"{space}EncodingType") == "url"
+        items = []
+        for item in root.iterfind(f"{space}Contents"):
+            key = item.findtext(f"{space}Key") or ""
+            modified = datetime.fromisoformat(item.findtext(f"{space}LastModified") or "").astimezone(UTC)
+            size = int(item.findtext(f"{space}Size") or "")
+            items.append((unquote_plus(key) if encoded else key, size, item.findtext(f"{space}ETag") or "", modified))
+        more = root.findtext(f"{space}IsTruncated") == "true"
+    except (ET.ParseError, ValueError) as problem:
+        raise IncompatibleError(
+            f"{url}: an answer that S3 does not give", cause=str(problem), hint="is this endpoint an S3 server?"
+        ) from problem
+    return items, (root.findtext(f"{space}NextContinuationToken") or "") if more else ""
