@@ -18,6 +18,8 @@ def parse_list(body: bytes, url: str) -> tuple[list[tuple[str, int, str, datetim
             raise ET.ParseError("a document type")
         root = ET.fromstring(body)  # noqa: S314 - document types, and so entities, are refused above
         space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
+        if root.tag != f"{space}ListBucketResult":
+            raise ValueError(f"a <{root.tag[len(space) :]}> where a list should be")
         encoded = root.findtext(f"{space}EncodingType") == "url"
         items = []
         for item in root.iterfind(f"{space}Contents"):
@@ -25,9 +27,12 @@ def parse_list(body: bytes, url: str) -> tuple[list[tuple[str, int, str, datetim
             modified = datetime.fromisoformat(item.findtext(f"{space}LastModified") or "").astimezone(UTC)
             size = int(item.findtext(f"{space}Size") or "")
             items.append((unquote_plus(key) if encoded else key, size, item.findtext(f"{space}ETag") or "", modified))
+        token = root.findtext(f"{space}NextContinuationToken") or ""
         more = root.findtext(f"{space}IsTruncated") == "true"
+        if more and not token:  # a list cut short must never pass for a whole one
+            raise ValueError("a page that says there are more, and not where")
     except (ET.ParseError, ValueError) as problem:
         raise IncompatibleError(
             f"{url}: an answer that S3 does not give", cause=str(problem), hint="is this endpoint an S3 server?"
         ) from problem
-    return items, (root.findtext(f"{space}NextContinuationToken") or "") if more else ""
+    return items, token if more else ""

@@ -582,7 +582,18 @@ def test_reading_with_keys_from_the_environment_does_not_import_boto3(server: Fa
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"hello", b"<a>&x;</a>", b"<!DOCTYPE a [<!ENTITY x 'y'>]><ListBucketResult/>"]
+    "body",
+    [
+        b"",
+        b"hello",
+        b"<html>",
+        b"<html></html>",
+        b"<Error><Code>InternalError</Code></Error>",
+        b"<ListBucketResult>&x;</ListBucketResult>",
+        b"<!DOCTYPE a [<!ENTITY x 'y'>]><ListBucketResult/>",
+        b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>",
+        b"<ListBucketResult><Contents><Key>k</Key><Size>x</Size></Contents></ListBucketResult>",
+    ],
 )
 def test_a_list_that_is_no_list_is_refused(body: bytes) -> None:
     with pytest.raises(IncompatibleError):
