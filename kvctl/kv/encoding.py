@@ -19,27 +19,12 @@ def encode_cut(
     """(the pack's bytes, the size of its header). See `encode_pack` for what it raises."""
     geometry = PackGeometry.default(descriptor, cut.group, len(blocks))
     total = len(source.tokens)
+    recurrent = geometry.group.recurrent
 
     def view(layer: int, part: str) -> TokenView:
         kv = source.layer(cut.group, layer)
         data = kv.k if part == "k" else kv.v
-        if geometry.group.recurrent:
-            return TokenView(data, 0, 1)
-        if kv.start <= cut.begin:
-            return TokenView(data, kv.start, total - kv.start)
-        return _padded(geometry, data, part, kv.start, total, cut)
+        return TokenView(data, 0, 1) if recurrent else TokenView(data, kv.start, total - kv.start)
 
-    data = encode_pack(geometry, descriptor.digest, blocks, view, codec)
-    return data, geometry.header_size
-
-
-def _padded(geometry: PackGeometry, data: memoryview, part: str, start: int, total: int, cut: Cut) -> TokenView:
-    """The cut's tokens with zeros for those before `start`, which a sliding group does not hold any more."""
-    row = geometry.row(part)
-    held, wanted = total - start, cut.end - cut.begin
-    skip = start - cut.begin
-    out = memoryview(bytearray(geometry.group.kv_heads * wanted * row))
-    for head in range(geometry.group.kv_heads):
-        source, target = head * held * row, (head * wanted + skip) * row
-        out[target : target + (wanted - skip) * row] = data[source : source + (wanted - skip) * row]
-    return TokenView(out, cut.begin, wanted)
+    first = None if recurrent else cut.first
+    return encode_pack(geometry, descriptor.digest, blocks, view, codec, first=first), geometry.header_size

@@ -1,7 +1,8 @@
 """Where KV comes from and goes to: the two small seams of push and pull, and memory that stands at either end.
 
 Bytes are canonical: of each layer K, then V, each [heads, tokens, dim], C order, little endian, in the descriptor's
-dtype. MLA: one head, K the latent, V the rope part. An indexer has K only. A recurrent layer's K is its state, one blob.
+dtype. MLA: one head, K the latent, V the rope part. An indexer has K only. A recurrent layer's K is its state, one
+blob.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class KvSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a sink must give room for: heads [first_head, first_head + heads) of a layer of a group, tokens [start, end).
-    `k_bytes`, `v_bytes`: sizes of the two views. A recurrent layer's state is `k_bytes`, valid at `end` exactly.
+    """What a sink must give room for: heads [first_head, first_head + heads) of a layer of a group, tokens
+    [start, end). `k_bytes`, `v_bytes`: sizes of the two views. A recurrent layer's state is `k_bytes`, valid at `end`
+    exactly.
     """
 
     group: int
@@ -79,9 +81,10 @@ class Layout:
 
 
 class KvSink(Protocol):
-    """What `pull` fills. Calls come from one thread, `prepare` first and once; `layer_ready` in order of layer, in the
-    mode 'layers' before everything has arrived. `invalid(token)`: nothing from that token on may be used (0: nothing
-    at all), whatever was said before. `done(tokens)`: these first tokens are complete and verified.
+    """What `pull` fills; one call at a time, not always from one thread. `prepare` comes first, and again when damage
+    made the prefix shorter and its windows begin elsewhere: earlier views are void then. `layer_ready`: in order of
+    layer, only in the mode 'layers', before everything has arrived. `invalid(token)`: nothing from that token on may
+    be used (0: nothing at all), whatever was said before. `done(tokens)`: these first tokens are complete and verified.
     """
 
     def prepare(self, descriptor: Descriptor, layout: Layout) -> Sequence[LayerKv]:
@@ -119,6 +122,7 @@ class MemorySink:
     _buffer: HostBuffer | None = None
 
     def prepare(self, descriptor: Descriptor, layout: Layout) -> Sequence[LayerKv]:
+        self.close()
         self.descriptor, self.layout = descriptor, layout
         self._buffer = HostBuffer(layout.nbytes)
         views: list[LayerKv] = []
