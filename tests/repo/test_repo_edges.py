@@ -20,7 +20,7 @@ from kvctl.core.errors import AuthError, KvctlError, MemberDownError, NotFoundEr
 from kvctl.repo import admin, maintain
 from kvctl.repo.check import Share, check
 from kvctl.repo.gc import GcOptions, run_gc
-from kvctl.repo.layout import LOCKS, MODELS, REPO, model_key
+from kvctl.repo.layout import INTENTS, LOCKS, MODELS, REPO, model_key
 from kvctl.repo.leases import lease_manifest
 from kvctl.repo.locking import LockingStore
 from kvctl.repo.members import AbsentStore
@@ -143,6 +143,23 @@ def test_a_home_that_fails_in_the_middle_names_itself(ctx: Context) -> None:
         broken.append("now")
         with pytest.raises(MemberDownError, match="which decides on it, does not answer"):
             repo.commit_meta("models/m/1.json", b"{}", if_absent=True)
+
+
+def test_a_commit_stands_when_the_member_with_its_intent_leaves_right_after_it(ctx: Context) -> None:
+    configs = mem_stores(2)
+    Repo.init(configs, ctx=ctx).close()
+    gone: list[str] = []
+
+    def leave(call: str, key: str) -> None:
+        if call == "put" and key.startswith(MODELS):
+            gone.append(key)
+        if gone and key.startswith(INTENTS):
+            raise TransientError("connection refused")
+
+    with Repo.open(configs, ctx, opener=lambda config: HookedStore(open_store(config), leave)) as repo:
+        push_blobs(repo, "m", BLOBS)
+    with Repo.open(configs, ctx) as repo:
+        assert read_blobs(repo, "m") == BLOBS
 
 
 KILLED = """
