@@ -7,10 +7,10 @@ from __future__ import annotations
 import threading
 
 from kvctl.core.errors import IncompatibleError, KvctlError, TransientError
+from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError
 from kvctl_s3.errors import Doing, from_connection, from_status, parse_error_body
 from kvctl_s3.route import Route
 from kvctl_s3.signing import Signer
-from kvctl_s3.wire import ClosedError, Connection, Head, ProtocolError
 
 _BODY_LIMIT = 1 << 31  # of a chunked answer
 

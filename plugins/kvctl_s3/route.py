@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from kvctl.transports.wire import Connection
 from kvctl_s3.access import Access
 from kvctl_s3.settings import uses_path_style
 from kvctl_s3.signing import EMPTY_PAYLOAD, Signer, encode_path
-from kvctl_s3.wire import Connection
 
 
 class Route:

@@ -26,13 +26,13 @@ from kvctl.core.errors import (
 from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
 from kvctl.transports.retry import from_pages
+from kvctl.transports.wire import Head
 from kvctl_s3.access import Access
 from kvctl_s3.client import Client
 from kvctl_s3.errors import Doing, from_status
 from kvctl_s3.listing import parse_list
 from kvctl_s3.route import Route
 from kvctl_s3.settings import parse_settings
-from kvctl_s3.wire import Head
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

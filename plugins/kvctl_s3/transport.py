@@ -22,12 +22,12 @@ from kvctl.core.errors import (
 )
 from kvctl.transports.api import Capabilities, Op, Store, StoreConfig
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError
 from kvctl_s3.errors import from_connection, from_status, parse_error_body
 from kvctl_s3.route import Route
 from kvctl_s3.settings import check_endpoint
 from kvctl_s3.signing import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Signer
 from kvctl_s3.store import S3Store, version_of
-from kvctl_s3.wire import ClosedError, Connection, Head, ProtocolError
 
 _RANGE: Final = re.compile(r"^bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
 _NOT_S3: Final = "what is in between, a proxy or a cache, changes answers: use the server's own endpoint"

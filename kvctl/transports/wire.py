@@ -1,7 +1,8 @@
 """One persistent HTTP/1.1 connection whose bodies go straight between the socket and the caller's memory.
 
 Plain sockets are blocking with kernel timeouts, so that one `recv` with MSG_WAITALL can take megabytes without
-going back through the interpreter. TLS goes through `ssl`, record by record. Knows nothing of S3.
+going back through the interpreter. TLS goes through `ssl`, record by record. Shared by plug-ins: it
+knows nothing of S3 or of anything else above HTTP.
 """
 
 from __future__ import annotations
