@@ -427,6 +427,15 @@ def test_a_dead_member_is_replaced_and_cannot_come_back(ctx: Context) -> None:
         configs, new = after, mem_stores(1)[0]
 
 
+def test_an_emptied_store_can_take_its_own_place_again(stores: Stores, ctx: Context) -> None:
+    configs = stores(3)
+    filled(configs, ctx)
+    emptied = open_store(configs[1])
+    emptied.delete([item.key for item in emptied.list("")])
+    admin.repair_repo(configs, ctx, admin.RepairOptions(replace=((configs[1].url, configs[1]),)))
+    assert_good(configs, ctx, members=3)
+
+
 def test_a_client_with_the_view_from_before_a_replacement_cannot_commit_at_the_dead_member(ctx: Context) -> None:
     configs = mem_stores(3)
     filled(configs, ctx)
