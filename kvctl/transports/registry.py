@@ -154,7 +154,7 @@ def open_store(config: StoreConfig) -> Store:
         known = ", ".join(f"{scheme}://" for scheme in sorted(store_specs()))
         raise UsageError(
             f"no store knows {config.scheme}:// ({config.url})",
-            hint=f"known here: {known}; others come as plug-ins (see `kvctl help plugins`)",
+            hint=f"known here: {known}; for others install a plug-in (see `kvctl help plugins`)",
         )
     factory = load_object(spec.factory)
     store: Store = factory(config)

@@ -210,7 +210,7 @@ class DirTarget:
         except FileNotFoundError:
             return False
         except NotADirectoryError as error:
-            raise UsageError(f"{self.path} is a file, not a folder") from error
+            raise UsageError(f"{self.path} is no folder, or lies in none", hint="choose another folder") from error
         if not entries:
             return False
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
