@@ -128,6 +128,8 @@ def environment() -> dict[str, str]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_ALLOW_HTTP": "true",
         "PYTHONPATH": ROOT,
+        # torch copies on all cores, and its threads spin while they wait: on a busy machine that would cost the peers
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
 
 

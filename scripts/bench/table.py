@@ -95,7 +95,10 @@ def document(result: Result) -> str:
             f"Measured {result['when']} on {machine['cores']} cores ({machine['cpu']}), "
             f"{machine['memory_gib']:.0f} GiB, Linux {machine['kernel']}, Python {machine['python']}. {versions}."
         ),
-        "Medians of interleaved rounds; ratios are medians of the rounds' own ratios, larger is faster.",
+        (
+            "Medians of interleaved rounds; ratios are medians of the rounds' own ratios, larger is faster. The p99 of fewer "
+            "than 100 rounds is the slowest. Peak memory includes what was loaded, but not files in tmpfs (s5cmd)."
+        ),
     ]
     for scenario in result["scenarios"]:
         lines += ["", *scenario_table(scenario)]
