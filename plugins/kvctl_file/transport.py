@@ -14,6 +14,7 @@ from typing import Final
 from kvctl.core.errors import SizeMismatchError, UsageError, VersionChangedError
 from kvctl.memory.buffers import PAGE, HostBuffer, address_of
 from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfig
+from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 from kvctl_file.store import FileStore, raise_from, version_of
 
@@ -147,11 +148,8 @@ def _changed(path: str, old: str, new: str) -> VersionChangedError:
 def open_transport(
     config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]
 ) -> FileTransport:
-    unknown = set(options) - {"direct", "threads"}
-    if endpoint is not None or unknown:
-        raise UsageError(
-            f"{config.url}: the file transport has no {'endpoints' if endpoint else 'option ' + ', '.join(unknown)}",
-            hint="its options are direct=true|false and threads=N",
-        )
-    threads = int(options.get("threads", "4"))
-    return FileTransport(FileStore(config.url), direct=options.get("direct", "false") == "true", threads=threads)
+    if endpoint is not None:
+        raise UsageError(f"{config.url}: a file store has no endpoints")
+    check_names("file", options, ("direct", "threads"))
+    direct = choice(options, "direct", ("false", "true")) == "true"
+    return FileTransport(FileStore(config.url), direct=direct, threads=number(options, "threads", 4, 1, 256))

@@ -6,7 +6,7 @@ that answered is asked first from then on. A version is the ETag, compared and n
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -257,7 +257,7 @@ class S3Store:
 
     def _try_conditional_put(self) -> bool | None:
         """Whether a second if-absent put is refused; None where nobody can tell now (read-only, server away)."""
-        key = f"{_PROBE}{secrets.token_hex(8)}"
+        key = f"{_PROBE}{os.urandom(8).hex()}"
         full = self.full_key(key)
         try:
             self._put(key, full, b"1", if_absent=True)

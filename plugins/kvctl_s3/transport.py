@@ -21,6 +21,7 @@ from kvctl.core.errors import (
     VersionChangedError,
 )
 from kvctl.transports.api import Capabilities, Op, Store, StoreConfig
+from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError
 from kvctl_s3.errors import from_connection, from_status, parse_error_body
@@ -31,7 +32,6 @@ from kvctl_s3.store import S3Store, version_of
 
 _RANGE: Final = re.compile(r"^bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
 _NOT_S3: Final = "what is in between, a proxy or a cache, changes answers: use the server's own endpoint"
-_OPTIONS: Final = frozenset({"threads", "payload", "receive_buffer"})
 
 
 class _Worker(threading.local):
@@ -294,23 +294,13 @@ def _bare_store(store: Store, config: StoreConfig) -> S3Store:
 
 def open_transport(config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]) -> S3Transport:
     """Options: threads, payload=unsigned|signed, receive_buffer (bytes, 0: the kernel's own)."""
-    if unknown := sorted(set(options) - _OPTIONS):
-        raise UsageError(f"transport s3 has no option {unknown[0]!r}", hint=f"it has {', '.join(sorted(_OPTIONS))}")
-    payload = options.get("payload", "unsigned")
-    if payload not in {"signed", "unsigned"}:
-        raise UsageError(f"payload={payload} means nothing", hint="use signed or unsigned")
+    check_names("s3", options, ("threads", "payload", "receive_buffer"))
+    payload = choice(options, "payload", ("unsigned", "signed"))
     bare = _bare_store(store, config)
     return S3Transport(
         bare,
         check_endpoint(endpoint) if endpoint is not None else bare.access.endpoints[0],
-        threads=_number(options, "threads", 4, 1, 256),
+        threads=number(options, "threads", 4, 1, 256),
         sign_payload=payload == "signed",
-        receive_buffer=_number(options, "receive_buffer", 0, 0, 1 << 30),
+        receive_buffer=number(options, "receive_buffer", 0, 0, 1 << 30),
     )
-
-
-def _number(options: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = options.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-        raise UsageError(f"{name}={text} is not a number from {low} to {high}")
-    return int(text)

@@ -113,3 +113,25 @@ def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(UsageError) as caught:
         registry.choose("mem", "host", "warp")
     assert "store-get" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("file", {"threads": "many"}),
+        ("file", {"threads": "0"}),
+        ("file", {"direct": "maybe"}),
+        ("file", {"colour": "red"}),
+        ("s3", {"threads": "-1"}),
+        ("s3", {"payload": "maybe"}),
+        ("s3", {"colour": "red"}),
+        ("mem", {"colour": "red"}),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(scheme: str, options: dict[str, str], tmp_path: Path) -> None:
+    url = {"file": f"file://{tmp_path}", "mem": "mem://options", "s3": "s3://bucket"}[scheme]
+    config = StoreConfig(url, ("http://127.0.0.1:1",) if scheme == "s3" else ())
+    store = registry.open_store(config)
+    with pytest.raises(UsageError):
+        registry.open_transports(config, store, registry.choose(scheme, "host"), options)
+    store.close()
