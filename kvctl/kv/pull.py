@@ -1,4 +1,4 @@
-"""`kv pull`: a verdict first, then exactly the ranges that the usable prefix needs, verified before they are handed over.
+"""`kv pull`: a verdict first, then exactly the ranges that the usable prefix needs, verified before hand-over.
 
 Damage that shows only in transit makes the prefix shorter: each pack that fails is given up once, so a pull ends after
 at most as many rounds as the session has packs. Nothing that was not verified is ever called done.

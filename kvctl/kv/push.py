@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from kvctl.core.addresses import StoreConfig
@@ -20,24 +20,23 @@ from kvctl.core.context import Context
 from kvctl.core.errors import InterruptedRunError, UsageError
 from kvctl.kv import sessions
 from kvctl.kv.access import adopt_key, write_descriptor
-from kvctl.kv.codecs import LOSSY, check_codec
+from kvctl.kv.codecs import check_codec
 from kvctl.kv.cutting import Cut, GroupPlan, pack_target, plan_group
 from kvctl.kv.encoding import encode_cut
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import Finder, PackUse, Stored, full_groups, make_nodes, write_nodes
-from kvctl.kv.manifest import PackRow, SessionManifest
+from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
 from kvctl.kv.seams import KvSource
 from kvctl.kv.tokens import BlockKey, chain, token_bytes, token_hmac
-from kvctl.memory.buffers import HostBuffer
+from kvctl.kv.writing import ChunkWriter, make_manifest
 from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
-from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, open_lanes
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
-from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
+from kvctl.transfer.tasks import StageClock
 
 BATCH: Final = 64 << 20  # payload bytes of packs in memory at once
 FEW: Final = 32  # packs per batch: each is looked up by a request of its own
@@ -99,12 +98,6 @@ def named(address: str) -> SessionName:
     return parsed.session
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    use: PackUse
-    lossy: bool
-
-
 class _Pushing:
     def __init__(
         self,
@@ -131,18 +124,16 @@ class _Pushing:
         self.total = len(self.tokens)
         self.blocks: list[BlockKey] = []
         self.clock = StageClock()
-        self.stats = RunStats()
         self.workers = min(4, os.cpu_count() or 1)
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-pack")
         self.lanes: LaneSet = open_lanes(repo.up, max_rate=request.max_rate)
-        self.buffer = HostBuffer(0)
-        self.written = 0
+        self.writer = ChunkWriter(push, self.lanes, ctx, budget=request.max_in_flight_bytes, max_rate=request.max_rate)
         self.packs_written = 0
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.lanes.close()
-        self.buffer.close()
+        self.writer.close()
 
     def run(self, watch: Stopwatch) -> None:
         descriptor, report = self.descriptor, self.report
@@ -181,14 +172,16 @@ class _Pushing:
         if self.request.expires is not None:
             when = sessions.now(self.repo) + timedelta(seconds=self.request.expires)
             sessions.set_expiry(self.repo, self.session, generation, when)
-        fill(report, self.stats, self.lanes, self.clock.busy(), self.workers, seconds=watch.since_ready)
+        fill(report, self.writer.stats, self.lanes, self.clock.busy(), self.workers, seconds=watch.since_ready)
         shared = [use for plan in plans for use in plan.shared]
         report.target = f"{self.session}@{generation} in repo {self.repo.id[:8]}"
         report.bytes = report.needed = report.fetched = sum(payload.values())
-        report.written = self.written
+        report.written = self.writer.written
         report.objects = self.packs_written
         report.metadata_bytes = size
-        report.verified = Verification("full", "every pack's digest was computed from the bytes written", self.written)
+        report.verified = Verification(
+            "full", "every pack's digest was computed from the bytes written", self.writer.written
+        )
         report.extra |= {
             "session": str(self.session),
             "generation": generation,
@@ -314,7 +307,9 @@ class _Pushing:
     def _write(self, cuts: Sequence[Cut]) -> list[PackUse]:
         self.ctx.cancel.check("pushing")
         encoded = list(self.pool.map(self._encode, cuts))
-        refs = self._store([(digest, data) for data, digest, _ in encoded])
+        before = self.writer.chunks
+        refs = self.writer.store([(digest, data) for data, digest, _ in encoded])
+        self.packs_written += self.writer.chunks - before
         self.ctx.progress.advance(sum(self._payload(cut) for cut in cuts))
         uses = []
         for cut, (_, digest, header) in zip(cuts, encoded, strict=True):
@@ -322,56 +317,11 @@ class _Pushing:
             uses.append(PackUse(cut.group, cut.first, cut.end - cut.first, blocks, blocks, header, refs[digest]))
         return uses
 
-    def _store(self, datas: Sequence[tuple[str, memoryview]]) -> dict[str, ChunkRef]:
-        """Write the chunks that the repo lacks, to every replica that lacks them. Digest -> chunk."""
-        wanted = dict(datas)
-        sizes = {digest: len(data) for digest, data in wanted.items()}
-        refs = self.push.find(sizes, one_by_one=True)
-        fresh = self.push.new_many({digest: size for digest, size in sizes.items() if digest not in refs})
-        self._room(sum(sizes[digest] for digest in fresh))
-        tasks: list[Task] = []
-        placing = []
-        at = 0
-        for digest, ref in fresh.items():
-            self.buffer.view[at : at + ref.size] = wanted[digest]
-            for member in self.push.targets(ref):
-                place = (Place(member.index, ref.key),)
-                tasks.append(
-                    Task(place, 0, ref.size, "write", object_size=ref.size, buffer=self.buffer, buffer_offset=at)
-                )
-                placing.append((ref, member))
-            at += ref.size
-        if tasks:
-            executor = Executor(
-                self.lanes.lanes,
-                self.ctx.quiet(),
-                budget=self.request.max_in_flight_bytes,
-                max_rate=self.request.max_rate,
-            )
-            try:
-                executor.run(tasks)
-            finally:
-                self.stats.add(executor.stats)
-            self.written += executor.stats.bytes
-        for ref, member in placing:
-            self.push.placed(ref, member)
-        self.packs_written += len(fresh)
-        self.push.keep()
-        return refs | fresh
-
-    def _room(self, nbytes: int) -> None:
-        if self.buffer.nbytes < nbytes:
-            self.buffer.close()
-            self.buffer = HostBuffer(nbytes)
-
     def _write_tokens(self) -> ChunkRef | None:
         if not self.request.with_tokens:
             return None
         digest = digest_of(self.flat)
-        packs = self.packs_written
-        ref = self._store([(digest, self.flat)])[digest]
-        self.packs_written = packs
-        return ref
+        return self.writer.store([(digest, self.flat)])[digest]
 
     def _manifest(
         self, rows: Sequence[PackUse], index: Sequence[bytes], tokens_ref: ChunkRef | None
@@ -388,58 +338,3 @@ class _Pushing:
         if self.parent is not None and any(True for _ in rows):
             found.update(sessions.read_session(self.repo, self.session.key(self.parent)).codecs)
         return tuple(sorted(found))
-
-
-def make_manifest(
-    session: SessionName,
-    parent: int | None,
-    descriptor: Descriptor,
-    tokens: int,
-    hmac_of_tokens: bytes,
-    rows: Sequence[PackUse],
-    index: Sequence[bytes],
-    tokens_ref: ChunkRef | None,
-    *,
-    producer: Mapping[str, str],
-    labels: Mapping[str, str],
-    codecs: Sequence[str],
-    created: str | None = None,
-) -> SessionManifest:
-    """A manifest whose generation is still to be given (it says 1 more than its parent)."""
-    positions: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    packs = []
-    for use in sorted(rows):
-        sizes[use.chunk.name] = use.chunk.size
-        position = positions.setdefault(use.chunk.name, len(positions))
-        packs.append(PackRow(position, use.group, use.first, use.count, use.blocks, use.header, use.total))
-    if tokens_ref is not None:
-        sizes[tokens_ref.name] = tokens_ref.size
-        positions.setdefault(tokens_ref.name, len(positions))
-    return SessionManifest(
-        tenant=session.tenant,
-        session=session.name,
-        generation=(parent or 0) + 1,
-        parent=parent,
-        created=created or datetime.now(UTC).isoformat(timespec="seconds"),
-        ns=descriptor.digest,
-        tokens=tokens,
-        token_hmac=hmac_of_tokens.hex(),
-        chunks=tuple((name, sizes[name]) for name in positions),
-        packs=tuple(packs),
-        producer=dict(producer),
-        codecs=tuple(codecs),
-        lossy=bool(LOSSY & set(codecs)),
-        tokens_chunk=None if tokens_ref is None else positions[tokens_ref.name],
-        index=tuple(key.hex() for key in index),
-        labels=dict(labels),
-    )
-
-
-def uses_of(manifest: SessionManifest) -> list[PackUse]:
-    """The manifest's packs as the index and the planner know them."""
-    refs = manifest.refs
-    return [
-        PackUse(row.group, row.first, row.tokens, row.blocks, row.total, row.header_size, refs[row.chunk])
-        for row in manifest.packs
-    ]
