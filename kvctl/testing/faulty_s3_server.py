@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import ssl
 import struct
@@ -135,6 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
                 session_token=owner.session_token,
                 region=owner.region,
             )
+            payload = headers.get("x-amz-content-sha256", "")
+            if len(payload) == 64 and hashlib.sha256(self.body).hexdigest() != payload:
+                raise s3.RefusalError(400, "XAmzContentSHA256Mismatch", "the body is not the one that was signed")
 
     def _dispatch(self) -> None:
         owner = self.server.owner

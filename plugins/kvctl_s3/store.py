@@ -89,11 +89,10 @@ class S3Store:
                 self._explain(key, full)
             raise
         self._bucket_seen = True
-        size = head.content_length
-        if size is None:
-            raise IncompatibleError(f"{self.url}: {key}: the server does not say the object's size")
-        modified = head.get("last-modified")
-        return ObjectInfo(key, size, version_of(head.get("etag") or ""), _parse_date(modified))
+        size, etag = head.content_length, head.get("etag")
+        if size is None or not etag:
+            raise IncompatibleError(f"{self.url}: {key}: the server tells no {'size' if size is None else 'ETag'}")
+        return ObjectInfo(key, size, version_of(etag), _parse_date(head.get("last-modified")))
 
     def _explain(self, key: str, full: str) -> None:
         try:

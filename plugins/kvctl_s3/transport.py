@@ -30,6 +30,10 @@ from kvctl_s3.settings import check_endpoint
 from kvctl_s3.signing import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Signer
 from kvctl_s3.store import S3Store, version_of
 
+_MOST: Final = 5 << 30
+_WANTS_HASH: Final = frozenset(
+    {"XAmzContentSHA256Mismatch", "InvalidRequest", "InvalidArgument", "MissingContentSHA256"}
+)
 _RANGE: Final = re.compile(r"^bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
 _NOT_S3: Final = "what is in between, a proxy or a cache, changes answers: use the server's own endpoint"
 
@@ -64,6 +68,11 @@ class S3Transport(ThreadedTransport):
             raise UsageError(f"{self._store.url}: {op.key}: s3 writes whole objects only")
         if op.kind == "read" and op.length <= 0:
             raise UsageError(f"{self._store.url}: {op.key}: a read of {op.length} bytes makes no sense")
+        if op.kind == "write" and op.length > _MOST:
+            raise UsageError(
+                f"{self._store.url}: {op.key}: an object of {op.length} bytes, S3 takes {_MOST} in one request",
+                hint="push it into a repo: that stores it in stripes",
+            )
         key = self._store.full_key(op.key)
         requests = 0
         while True:
@@ -81,8 +90,11 @@ class S3Transport(ThreadedTransport):
                 if problem.before_answer and reused and requests == 1:
                     continue
                 raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
-            except KvctlError:
+            except KvctlError as problem:
                 self._drop()
+                if op.kind == "write" and not self._sign_payload and problem.details.get("code") in _WANTS_HASH:
+                    self._sign_payload = True  # this server takes no unsigned uploads: from now on they are hashed
+                    continue
                 raise
             except (OSError, ProtocolError) as problem:
                 self._drop()

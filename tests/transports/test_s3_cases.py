@@ -504,6 +504,21 @@ def test_signed_payloads_are_accepted(server: FaultyS3) -> None:
     buffer.close()
 
 
+def test_a_server_that_takes_no_unsigned_upload_gets_a_signed_one(server: FaultyS3) -> None:
+    server.add(Fault("status", methods=("PUT",), status=400, code="XAmzContentSHA256Mismatch", times=1))
+    store = open_store(server.store())
+    (transport,) = open_transports(server.store(), store, choose("s3", "host"), {"threads": "1"})
+    buffer = GuardedBuffer(5000)
+    first = drive(transport, [Op(1, "write", "one", 0, 5000, buffer, object_size=5000)])[1]
+    second = drive(transport, [Op(2, "write", "two", 0, 5000, buffer, object_size=5000)])[2]
+    transport.close()
+    store.close()
+    assert (first.status, first.requests) == (Status.DONE, 2)
+    assert (second.status, second.requests) == (Status.DONE, 1)
+    assert server.objects["bucket", "one"].data == bytes(buffer.view)
+    buffer.close()
+
+
 def test_many_connections_read_at_once(server: FaultyS3) -> None:
     server.add(Fault("latency", seconds=0.05))
     config = server.store()
