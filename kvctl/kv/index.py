@@ -298,15 +298,20 @@ def make_nodes(
     flat = token_bytes(tokens)
     total = len(flat) // 4
     ends = {block.end: block.key for block in blocks}
-    ordered = sorted(uses, key=lambda use: use.first)
     nodes: list[Node] = []
     for place in points(total, descriptor.block_tokens):
         start = anchor_before(place)
-        found = (clipped(use, place, descriptor) for use in ordered if use.first < place and use.end > start)
-        packs = tuple(use for use in found if use is not None)
         previous = ends[start] if start else ROOT
+        packs = packs_of(uses, place, descriptor)
         nodes.append(Node(ends[place], place, previous, interval_hmac(secret, flat, start, place), packs))
     return nodes
+
+
+def packs_of(uses: Sequence[PackUse], place: int, descriptor: Descriptor) -> tuple[PackUse, ...]:
+    """What the node at `place` names of a session's packs."""
+    start = anchor_before(place)
+    found = (clipped(use, place, descriptor) for use in uses if use.first < place and use.end > start)
+    return tuple(sorted(use for use in found if use is not None))
 
 
 def clipped(use: PackUse, end: int, descriptor: Descriptor) -> PackUse | None:

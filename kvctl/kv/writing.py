@@ -92,16 +92,7 @@ def make_manifest(
     created: str | None = None,
 ) -> SessionManifest:
     """A manifest whose generation is still to be given (it says 1 more than its parent)."""
-    positions: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    packs = []
-    for use in sorted(rows):
-        sizes[use.chunk.name] = use.chunk.size
-        position = positions.setdefault(use.chunk.name, len(positions))
-        packs.append(PackRow(position, use.group, use.first, use.count, use.blocks, use.header, use.total))
-    if tokens_ref is not None:
-        sizes[tokens_ref.name] = tokens_ref.size
-        positions.setdefault(tokens_ref.name, len(positions))
+    packs, chunks, tokens_chunk = rows_and_chunks(rows, tokens_ref)
     return SessionManifest(
         tenant=session.tenant,
         session=session.name,
@@ -111,15 +102,33 @@ def make_manifest(
         ns=descriptor.digest,
         tokens=tokens,
         token_hmac=hmac_of_tokens.hex(),
-        chunks=tuple((name, sizes[name]) for name in positions),
-        packs=tuple(packs),
+        chunks=chunks,
+        packs=packs,
         producer=dict(producer),
         codecs=tuple(codecs),
         lossy=bool(LOSSY & set(codecs)),
-        tokens_chunk=None if tokens_ref is None else positions[tokens_ref.name],
+        tokens_chunk=tokens_chunk,
         index=tuple(key.hex() for key in index),
         labels=dict(labels),
     )
+
+
+def rows_and_chunks(
+    uses: Sequence[PackUse], tokens_ref: ChunkRef | None
+) -> tuple[tuple[PackRow, ...], tuple[tuple[str, int], ...], int | None]:
+    """The fields packs, chunks and tokens_chunk of a manifest."""
+    positions: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    packs = []
+    for use in sorted(uses):
+        sizes[use.chunk.name] = use.chunk.size
+        position = positions.setdefault(use.chunk.name, len(positions))
+        packs.append(PackRow(position, use.group, use.first, use.count, use.blocks, use.header, use.total))
+    if tokens_ref is not None:
+        sizes[tokens_ref.name] = tokens_ref.size
+        positions.setdefault(tokens_ref.name, len(positions))
+    chunks = tuple((name, sizes[name]) for name in positions)
+    return tuple(packs), chunks, None if tokens_ref is None else positions[tokens_ref.name]
 
 
 def uses_of(manifest: SessionManifest) -> list[PackUse]:

@@ -29,6 +29,7 @@ from kvctl.repo.leases import TTL, HoldInfo, sweep_hold
 from kvctl.repo.marking import Chunk, finish_deletions, list_chunks, mark
 from kvctl.repo.members import RepoMember
 from kvctl.repo.owner import Owner
+from kvctl.repo.repack import LIVE_RATIO, Repacker
 
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
@@ -40,13 +41,16 @@ _BATCH: Final = 500
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """`grace` in seconds: how long a name stays condemned before it goes; longer than the longest unleased read.
-    `max_seconds`, `max_deletes` (objects): stop in order when reached, the next run goes on.
+    `max_seconds`, `max_deletes` (objects): stop in order when reached, the next run goes on. `repacker`: tends the
+    packs of a format first (see `kvctl.repo.repack`), those of which less than `live_ratio` is used.
     """
 
     grace: float = GRACE
     max_seconds: float | None = None
     max_deletes: int | None = None
     dry_run: bool = False
+    repacker: Repacker | None = None
+    live_ratio: float = LIVE_RATIO
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class GcResult:
     swept_holds: int = 0
     swept_uploads: int = 0
     swept_metadata: int = 0
+    repacked_packs: int = 0
+    repacked_bytes: int = 0
     next_due: str = ""
     complete: bool = True
     dry_run: bool = False
@@ -82,10 +88,14 @@ class _Budget:
         self._ends = None if options.max_seconds is None else time.monotonic() + options.max_seconds
         self._deletes = options.max_deletes
 
-    def take(self, objects: int) -> bool:
-        """Whether so many more objects may be deleted now. Raises when asked to stop or when the lock is lost."""
+    def keep(self) -> None:
+        """Raises when asked to stop or when the lock is lost."""
         self._cancel.check("collecting garbage")
         self._owner.keep()
+
+    def take(self, objects: int) -> bool:
+        """Whether so many more objects may be deleted now. Raises as `keep`."""
+        self.keep()
         if self._ends is not None and time.monotonic() >= self._ends:
             return False
         if self._deletes is not None:
@@ -114,6 +124,7 @@ def run_gc(repo: Repo, options: GcOptions | None = None) -> GcResult:
         result = GcResult(dry_run=options.dry_run)
         if not options.dry_run:
             result.swept_metadata = finish_deletions(repo)
+            _repack(repo, options, budget, result)
         condemned = _pass(repo, options, budget, result)
         waiting = any(since is not None for since in condemned.names.values())
         if options.grace <= 0 and waiting and result.complete and not options.dry_run:
@@ -128,6 +139,15 @@ def run_gc(repo: Repo, options: GcOptions | None = None) -> GcResult:
         if not options.dry_run:
             result.swept_uploads = _sweep_uploads(repo, options, budget, result)
         return result
+
+
+def _repack(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> None:
+    """Let the packs' owner work, as far as the budget goes."""
+    if options.repacker is None or not budget.take(0):
+        return
+    done = options.repacker(repo, options.live_ratio, budget.keep)
+    result.repacked_packs, result.repacked_bytes = done.packs, done.freed_bytes
+    result.swept_metadata += done.swept
 
 
 def _pass(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> Condemned:

@@ -257,11 +257,14 @@ class Push:
             )
         self._hold.keep()
         existed = self._exists(key, manifest)
+        before = self.repo.read_meta(key) if if_version is not None else None
         info = self.repo.commit_meta(key, manifest, if_absent=if_absent and if_version is None, if_version=if_version)
         try:
             self._hold.check_open()
         except TransientError:
-            if not existed:
+            if before is not None:
+                self.repo.commit_meta(key, before, if_version=info.version)
+            elif not existed:
                 self.repo.delete_meta(key)
             raise
         self._end()
