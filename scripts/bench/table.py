@@ -96,8 +96,9 @@ def document(result: Result) -> str:
             f"{machine['memory_gib']:.0f} GiB, Linux {machine['kernel']}, Python {machine['python']}. {versions}."
         ),
         (
-            "Medians of interleaved rounds; ratios are medians of the rounds' own ratios, larger is faster. The p99 of fewer "
-            "than 100 rounds is the slowest. Peak memory includes what was loaded, but not files in tmpfs (s5cmd)."
+            "Medians of interleaved rounds; ratios are medians of the rounds' own ratios, larger is faster. The "
+            "p99 of fewer than 100 rounds is the slowest. Peak memory includes what was loaded, but not files in "
+            "tmpfs (s5cmd)."
         ),
     ]
     for scenario in result["scenarios"]:

@@ -6,6 +6,7 @@ libraries print goes to stderr. Usage: worker.py MODULE:CLASS SETUP-FILE
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -21,6 +22,7 @@ from scripts.bench.rival import Rival, Setup, UnavailableError, drop_cache, wron
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    libc = ctypes.CDLL(None)
     module, _, name = sys.argv[1].partition(":")
     with open(sys.argv[2], encoding="utf-8") as file:
         setup = Setup.from_json(file.read())
@@ -47,6 +49,9 @@ def main() -> None:
         except Exception as problem:
             answer = {"error": f"{type(problem).__name__}: {problem}"}
         rival.release()
+        # what a load allocated goes back to the kernel: the next one that allocates pays for fresh memory again
+        gc.collect()
+        libc.malloc_trim(0)
         answers.write(json.dumps(answer) + "\n")
     # some peers' libraries crash in destructors at exit: everything has been said
     os._exit(0)
