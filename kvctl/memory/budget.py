@@ -10,7 +10,8 @@ _UNLIMITED: Final = 1 << 60
 
 def memory_available(root: str = "/") -> int:
     """Bytes this process may still take: the smallest of the host's MemAvailable and, for each cgroup above us
-    (v2 and v1), limit minus use. `root` lets tests bring their own /proc and /sys."""
+    (v2 and v1), limit minus use, where pages of files that the kernel can drop are no use. `root` lets tests bring
+    their own /proc and /sys."""
     return min(_host_available(root), _cgroup_available(root))
 
 
@@ -53,8 +54,24 @@ def _cgroup_available(root: str) -> int:
             folder = os.path.join(root, base, *parts[:depth])
             top, used = _number(os.path.join(folder, limit)), _number(os.path.join(folder, use))
             if top is not None and top < _UNLIMITED:
-                smallest = min(smallest, max(0, top - (used or 0)))
+                held = max(0, (used or 0) - _droppable(os.path.join(folder, "memory.stat")))
+                smallest = min(smallest, max(0, top - held))
     return smallest
+
+
+def _droppable(path: str) -> int:
+    """Page cache on the reclaim lists. It counts as use, and fills every cgroup that reads files up to its limit."""
+    found: dict[str, int] = {}
+    try:
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                name, _, value = line.partition(" ")
+                found[name] = int(value)
+    except (OSError, ValueError):
+        return 0
+    # v1 counts the cgroups below only under total_; the plain names are v2's
+    names = ("total_inactive_file", "total_active_file") if "total_cache" in found else ("inactive_file", "active_file")
+    return sum(found.get(name, 0) for name in names)
 
 
 def _number(path: str) -> int | None:

@@ -17,6 +17,7 @@ from kvctl import __version__
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import InterruptedRunError, KvctlError
+from kvctl.memory.budget import staging_budget
 from kvctl.memory.buffers import HostBuffer
 from kvctl.repo.chunks import LEAF, ChunkRef, digest_of, leaf_table
 from kvctl.repo.layout import check_name
@@ -206,7 +207,9 @@ class _Pushing:
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-hash")
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="kvctl-read")
         self.largest = GROUP * repo.format.stripe_size
-        self.inputs = [HostBuffer(0), HostBuffer(0)]
+        # reading ahead takes a second window: not where memory is short
+        room = 3 * self.largest
+        self.inputs = [HostBuffer(0) for _ in range(2 if staging_budget(room) >= room else 1)]
         self.output = HostBuffer(0)
 
     def close(self) -> None:
@@ -253,8 +256,11 @@ class _Pushing:
     def _data(self, states: Sequence[_FileState]) -> None:
         pending: tuple[_FileState, _Window, HostBuffer, Future[None]] | None = None
         for number, (state, window) in enumerate(self._windows(states)):
+            if pending is not None and len(self.inputs) == 1:
+                self._process(*pending)
+                pending = None
             # the buffer of two windows ago is free: its chunks have been written
-            buffer = self._room(number % 2, window.length)
+            buffer = self._room(number % len(self.inputs), window.length)
             future = self.reader.submit(self._read, window, buffer)
             if pending is not None:
                 self._process(*pending)

@@ -1,0 +1,94 @@
+"""An endpoint that is slowed to 1 % of its speed costs little: it holds few ranges, and those are fetched elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvctl.core.addresses import StoreConfig
+from kvctl.testing.faulty_s3 import Fault, FaultyS3
+from kvctl.testing.models import header_document, raw_header
+from kvctl.weights.load import run_load
+from kvctl.weights.request import LoadRequest
+from tests.cases.test_w18_ranks import pattern
+from tests.cases.world import files_of, make_repo, push, quick
+
+MIB = 1 << 20
+TENSORS = [(f"model.layers.{number}.mlp.up_proj.weight", "BF16", (1024, 1024)) for number in range(48)]  # 96 MiB
+MODEL = raw_header(header_document(TENSORS)) + b"".join(pattern(tensor) for tensor in TENSORS)
+FAST = 100e6  # bytes per second of each body; the slow ones get a hundredth
+
+
+@dataclass
+class Pair:
+    """Two servers over the same objects."""
+
+    good: FaultyS3
+    slow: FaultyS3
+
+    @property
+    def store(self) -> StoreConfig:
+        return StoreConfig("s3://bucket/repo", (self.good.endpoint, self.slow.endpoint))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        good = stack.enter_context(FaultyS3())
+        slow = stack.enter_context(FaultyS3(objects=good.objects, lock=good.lock))
+        yield Pair(good, slow)
+
+
+def test_two_endpoints_of_one_store_and_one_of_them_at_one_percent(pair: Pair, tmp_path: Path) -> None:
+    make_repo([pair.store], stripe=MIB)
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(MODEL)
+    push(source, [pair.store])
+    pair.good.clear()
+    pair.slow.clear()
+    pair.good.add(Fault("slow", key="repo/chunks/*", rate=FAST))
+    pair.slow.add(Fault("slow", key="repo/chunks/*", rate=FAST / 100))
+    report = run_load(LoadRequest("m", repo=(pair.store,), into="dir:out"), quick()).to_json()
+    assert files_of(tmp_path / "out") == {"model.safetensors": MODEL}
+    used = {path["endpoint"]: path["bytes"] for path in report["paths"]}
+    assert sum(used.values()) == report["fetched"] + report["hedged_bytes"]
+    assert used[pair.slow.endpoint] <= 0.1 * report["bytes"]
+    # what it held when the other had run dry was asked for there, too, and came from there
+    assert report["hedges"] >= 1
+    assert report["hedge_wins"] >= 1
+    assert report["hedged_bytes"] <= 0.1 * report["bytes"]
+    assert report["retries"] == 0
+    bulk = [item for item in pair.slow.requests("GET", "repo/chunks/*") if item.range]
+    assert 1 <= len(bulk) <= 12
+    assert report["verified"]["state"] == "leaves"
+
+
+def test_without_hedging_the_slow_endpoint_still_holds_few_ranges(pair: Pair, tmp_path: Path) -> None:
+    make_repo([pair.store], stripe=MIB)
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(MODEL)
+    push(source, [pair.store])
+    pair.slow.clear()
+    pair.good.add(Fault("slow", key="repo/chunks/*", rate=FAST))
+    pair.slow.add(Fault("slow", key="repo/chunks/*", rate=FAST / 100))
+    report = run_load(LoadRequest("m", repo=(pair.store,), hedge=False), quick()).to_json()
+    used = {path["endpoint"]: path["bytes"] for path in report["paths"]}
+    assert report["hedges"] == 0
+    assert used[pair.slow.endpoint] <= 0.25 * report["bytes"]
+    assert sum(used.values()) == report["bytes"]
+
+
+def test_a_plain_file_behind_two_endpoints(pair: Pair, tmp_path: Path) -> None:
+    pair.good.put("m/model.safetensors", MODEL)
+    pair.good.add(Fault("slow", key="m/*", skip=1, rate=FAST))
+    pair.slow.add(Fault("slow", key="m/*", rate=FAST / 100))
+    address = f"s3://bucket/m?endpoint={pair.good.endpoint}&endpoint={pair.slow.endpoint}"
+    report = run_load(LoadRequest(address, into="dir:out"), quick()).to_json()
+    assert files_of(tmp_path / "out") == {"model.safetensors": MODEL}
+    used = {path["endpoint"]: path["bytes"] for path in report["paths"]}
+    assert used[pair.slow.endpoint] <= 0.35 * report["bytes"]
+    assert report["hedges"] >= 1
