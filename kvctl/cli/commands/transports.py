@@ -19,8 +19,9 @@ Row = Mapping[str, Any]
 @click.command("ls", cls=KvCommand)
 def ls() -> None:
     """List the stores and transports that are installed, with their options and what they need."""
-    from kvctl.transports.registry import store_specs, transport_specs
+    from kvctl.transports.registry import broken_plugins, store_specs, transport_specs
 
+    broken: list[Row] = [{"group": item.group, "name": item.name, "reason": item.reason} for item in broken_plugins()]
     stores: list[Row] = [
         {
             "scheme": spec.scheme,
@@ -56,9 +57,13 @@ def ls() -> None:
             )
             for row in transports
         ]
-        return "\n".join([*lines, "", *table(("transport", "stores", "memory", "options", "how"), rows)])
+        lines += ["", *table(("transport", "stores", "memory", "options", "how"), rows)]
+        if broken:
+            lines += ["", *table(("broken plug-in", "why"), [(row["name"], row["reason"]) for row in broken])]
+        return "\n".join(lines)
 
-    current().output.document("kvctl.transports/1", {"stores": stores, "transports": transports}, human)
+    document = {"stores": stores, "transports": transports, "broken": broken}
+    current().output.document("kvctl.transports/1", document, human)
 
 
 @click.command("probe", cls=KvCommand)
