@@ -34,7 +34,7 @@ class Member:
 
 def open_member(name: str, index: int, config: StoreConfig, ctx: Context) -> Member:
     """The store of `config`, wrapped for retries."""
-    return Member(name, index, config, RetryStore(open_store(config), ctx.retry))
+    return Member(name, index, config, RetryStore(open_store(config), ctx.retry, cancel=ctx.cancel))
 
 
 @dataclass(slots=True)
