@@ -1,0 +1,335 @@
+"""One connection of a client: heads into memory, bodies between socket and file without passing through Python.
+
+The event loop only waits. What may block on the disk, or moves much, runs on a worker thread with the socket
+non-blocking: a thread goes back as soon as its peer has been slow for a moment, so slow peers hold none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final, TypeVar
+
+from kvctl.node.messages import HttpError
+from kvctl.node.settings import Limits
+
+T = TypeVar("T")
+
+_FIRST: Final = 8192
+_SMALL: Final = 128 << 10  # up to here a copy is cheaper than handing the work to a thread
+_BUFFER: Final = 1 << 20
+_TURN: Final = 64 << 20  # bytes that one turn of a thread moves at most
+_PATIENCE_MS: Final = 5  # how long a thread waits for a peer before it goes back
+
+
+class TruncatedError(Exception):
+    """The file ended before the bytes that were promised: only closing the connection tells it."""
+
+
+class Channel(ABC):
+    """Used by one task; `abort` may be called by others."""
+
+    def __init__(self, peer: str, limits: Limits, pool: Executor) -> None:
+        self.peer = peer
+        self.idle_since: float | None = None  # monotonic; while no request is being answered
+        self._limits = limits
+        self._pool = pool
+        self._rest = b""
+
+    async def read_head(self) -> bytes | None:
+        """The next request's head with its empty line; None when the peer has gone. Raises TimeoutError or
+        HttpError (431).
+        """
+        data = self._rest.lstrip(b"\r\n")  # RFC 9112: empty lines before a request are skipped, here and below
+        if not data:
+            self.idle_since = time.monotonic()
+            async with asyncio.timeout(self._limits.idle_seconds):
+                data = await self._receive(_FIRST)
+            self.idle_since = None
+            if not data:
+                return None
+        data = data.lstrip(b"\r\n")
+        async with asyncio.timeout(self._limits.head_seconds):
+            while (end := data.find(b"\r\n\r\n")) < 0:
+                if len(data) > self._limits.head:
+                    self._rest = b""
+                    raise HttpError(431, "head_too_large", f"more than {self._limits.head} bytes of head", close=True)
+                more = await self._receive(_FIRST)
+                if not more:
+                    return None
+                data = (data + more).lstrip(b"\r\n")
+        if end + 4 > self._limits.head:
+            raise HttpError(431, "head_too_large", f"more than {self._limits.head} bytes of head", close=True)
+        self._rest = data[end + 4 :]
+        return data[: end + 4]
+
+    async def in_thread(self, work: Callable[[], T], pool: Executor | None = None) -> T:
+        """`work` on a worker thread. A cancelled wait ends the connection and still waits for the thread, which
+        holds descriptors of it.
+        """
+        future = asyncio.get_running_loop().run_in_executor(pool or self._pool, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self.abort()
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            with contextlib.suppress(Exception):
+                future.result()
+            raise
+
+    async def discard(self, count: int) -> None:
+        """Read away what the peer still sends, up to `count` bytes, to its end, or for the linger time."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(self._limits.linger_seconds):
+                count -= len(self._rest)
+                self._rest = b""
+                while count > 0 and (data := await self._receive(min(count, _BUFFER))):
+                    count -= len(data)
+
+    def _allowed(self, started: float, moved: int) -> float:
+        """Seconds that a body which has moved `moved` bytes since `started` may wait now. Raises TimeoutError."""
+        limits = self._limits
+        left = started + limits.grace_seconds + moved / limits.min_rate - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"{moved} bytes are fewer than {limits.min_rate} a second")
+        return min(limits.stall_seconds, left)
+
+    async def send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
+        """`head`, then `count` bytes of the file. Raises OSError, TimeoutError or TruncatedError."""
+        if count <= _SMALL and (data := _cached(fd, offset, count, len(head))) is not None:
+            data[: len(head)] = head
+            await self.send(data)
+            return
+        await self._send_file(head, fd, offset, count)
+
+    async def receive_file(self, fd: int, count: int) -> int:
+        """The body into the file from its start; the bytes that came, fewer when the peer went away."""
+        data, self._rest = self._rest[:count], self._rest[count:]
+        if data:
+            await self.in_thread(lambda: _write_all(fd, memoryview(data), 0))
+        return len(data) + await self._receive_file(fd, len(data), count - len(data)) if count > len(data) else count
+
+    @abstractmethod
+    async def _receive(self, limit: int) -> bytes: ...
+    @abstractmethod
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None: ...
+    @abstractmethod
+    async def _receive_file(self, fd: int, offset: int, count: int) -> int: ...
+    @abstractmethod
+    async def send(self, data: bytes | bytearray) -> None:
+        """All of it. Raises OSError or TimeoutError."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """No more will be sent; the peer may still send."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection now."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class PlainChannel(Channel):
+    """TCP: sendfile, and large receives."""
+
+    def __init__(self, sock: socket.socket, peer: str, limits: Limits, pool: Executor) -> None:
+        super().__init__(peer, limits, pool)
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def _receive(self, limit: int) -> bytes:
+        return await self._loop.sock_recv(self._sock, limit)
+
+    async def send(self, data: bytes | bytearray) -> None:
+        async with asyncio.timeout(self._limits.stall_seconds):
+            await self._loop.sock_sendall(self._sock, data)
+
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
+        started, sent = time.monotonic(), 0
+        await self._send_more(head)
+        while sent < count:
+            moved, slow = await self.in_thread(lambda: _push(self._sock, fd, offset + sent, count - sent))  # noqa: B023
+            sent += moved
+            if slow:
+                await self._ready(self._loop.add_writer, self._loop.remove_writer, self._allowed(started, sent))
+
+    async def _send_more(self, head: bytes) -> None:
+        """The head, held back so that it leaves in one segment with the first bytes of the body."""
+        try:
+            sent = self._sock.send(head, socket.MSG_MORE)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(head):
+            await self.send(head[sent:])
+
+    async def _receive_file(self, fd: int, offset: int, count: int) -> int:
+        started, got, ended = time.monotonic(), 0, False
+        while got < count and not ended:
+            moved, ended = await self.in_thread(lambda: _pull(self._sock, fd, offset + got, count - got))  # noqa: B023
+            got += moved
+            if got < count and not ended:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader, self._allowed(started, got))
+        return got
+
+    async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool], seconds: float) -> None:
+        future = self._loop.create_future()
+        number = self._sock.fileno()
+        add(number, _wake, future)
+        try:
+            async with asyncio.timeout(seconds):
+                await future
+        finally:
+            remove(number)
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    async def close(self) -> None:
+        self._sock.close()
+
+
+class TlsChannel(Channel):
+    """TLS through asyncio's streams: each byte passes through memory here."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, limits: Limits, pool: Executor
+    ) -> None:
+        super().__init__(peer, limits, pool)
+        self._reader = reader
+        self._writer = writer
+
+    async def _receive(self, limit: int) -> bytes:
+        return await self._reader.read(limit)
+
+    async def send(self, data: bytes | bytearray) -> None:
+        self._writer.write(data)
+        async with asyncio.timeout(self._limits.stall_seconds):
+            await self._writer.drain()
+
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
+        started, sent = time.monotonic(), 0
+        await self.send(head)
+        while sent < count:
+            wanted = min(_BUFFER, count - sent)
+            data = await self.in_thread(lambda: os.pread(fd, wanted, offset + sent))  # noqa: B023
+            if not data:
+                raise TruncatedError
+            self._writer.write(data)
+            sent += len(data)
+            async with asyncio.timeout(self._allowed(started, sent)):
+                await self._writer.drain()
+
+    async def _receive_file(self, fd: int, offset: int, count: int) -> int:
+        started, got = time.monotonic(), 0
+        while got < count:
+            async with asyncio.timeout(self._allowed(started, got)):
+                data = await self._reader.read(min(_BUFFER, count - got))
+            if not data:
+                break
+            await self.in_thread(lambda: _write_all(fd, memoryview(data), offset + got))  # noqa: B023
+            got += len(data)
+        return got
+
+    def finish(self) -> None:
+        """TLS has no half-closed state in asyncio: the peer learns it from `connection: close`."""
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(self._limits.linger_seconds):
+                await self._writer.wait_closed()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _cached(fd: int, offset: int, count: int, room: int) -> bytearray | None:
+    """`room` bytes for the head and the range behind them, when the page cache has all of it: no wait for a disk."""
+    data = bytearray(room + count)
+    try:
+        got = os.preadv(fd, [memoryview(data)[room:]], offset, os.RWF_NOWAIT) if count else 0
+    except OSError:  # not cached, or a file system without RWF_NOWAIT
+        return None
+    return data if got == count else None
+
+
+def _push(sock: socket.socket, fd: int, offset: int, count: int) -> tuple[int, bool]:
+    """Send up to a turn's bytes; (how many, whether the peer was slow)."""
+    wanted, sent = min(count, _TURN), 0
+    poll: select.poll | None = None
+    while sent < wanted:
+        try:
+            moved = os.sendfile(sock.fileno(), fd, offset + sent, wanted - sent)
+        except BlockingIOError:
+            if poll is None:
+                poll = select.poll()
+                poll.register(sock, select.POLLOUT)
+            if not poll.poll(_PATIENCE_MS):
+                return sent, True
+            continue
+        if moved == 0:
+            raise TruncatedError
+        sent += moved
+    return sent, False
+
+
+class _Scratch(threading.local):
+    """A worker thread's buffer, made once."""
+
+    buffer: bytearray | None = None
+
+
+_SCRATCH: Final = _Scratch()
+
+
+def _pull(sock: socket.socket, fd: int, offset: int, count: int) -> tuple[int, bool]:
+    """Receive up to a turn's bytes into the file; (how many, whether the peer has ended)."""
+    if _SCRATCH.buffer is None:
+        _SCRATCH.buffer = bytearray(_BUFFER)
+    view = memoryview(_SCRATCH.buffer)
+    wanted, got = min(count, _TURN), 0
+    poll: select.poll | None = None
+    while got < wanted:
+        try:
+            moved = sock.recv_into(view[: min(_BUFFER, wanted - got)])
+        except BlockingIOError:
+            if poll is None:
+                poll = select.poll()
+                poll.register(sock, select.POLLIN)
+            if not poll.poll(_PATIENCE_MS):
+                return got, False
+            continue
+        if moved == 0:
+            return got, True
+        _write_all(fd, view[:moved], offset + got)
+        got += moved
+    return got, False
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)

@@ -1,0 +1,349 @@
+"""Answers requests: which action a method and a target mean, what it needs, and what goes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from kvctl.core.errors import KvctlError
+from kvctl.node import listing
+from kvctl.node.channel import Channel, TruncatedError
+from kvctl.node.guard import Guard
+from kvctl.node.messages import (
+    HttpError,
+    Request,
+    answer_head,
+    as_http,
+    error_body,
+    http_date,
+    parse_range,
+    parse_version,
+)
+from kvctl.node.metrics import CONTENT_TYPE, Metrics
+from kvctl.node.rdma_seam import Dialect, RdmaEngine, RdmaRequest
+from kvctl.node.settings import Limits
+from kvctl.node.tree import Draft, Stat, Tree, check_name
+from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, Rights
+
+_ROOT: Final = "/v1/"
+_PAGE: Final = 1000
+_JSON: Final = {"content-type": "application/json"}
+_METHODS: Final = "GET, HEAD, PUT, DELETE"
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request and how far its answer is. `status` 0: nothing was sent yet."""
+
+    request: Request
+    channel: Channel
+    close: bool
+    status: int = 0
+    body_left: int = 0
+    refusal: str = ""
+
+
+class Service:
+    """Belongs to the event loop's thread; blocking work goes to `pool`, RDMA to `rdma_pool`."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        guard: Guard,
+        metrics: Metrics,
+        limits: Limits,
+        pool: Executor,
+        *,
+        rdma: RdmaEngine | None = None,
+        rdma_pool: Executor | None = None,
+        rdma_missing: Sequence[str] = (),
+        tell: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.draining = False
+        self._tree = tree
+        self._guard = guard
+        self._metrics = metrics
+        self._limits = limits
+        self._pool = pool
+        self._rdma = rdma
+        self._rdma_pool = rdma_pool or pool
+        self._rdma_missing = "; ".join(rdma_missing)
+        self._tell = tell
+        self._warn = warn
+
+    async def answer(self, request: Request, channel: Channel) -> bool:
+        """Whether the connection can take another request. Raises OSError or TimeoutError when the peer is lost."""
+        exchange = _Exchange(request, channel, self.draining or not request.keep_alive, body_left=request.length)
+        started = time.perf_counter()
+        self._metrics.in_flight += 1
+        try:
+            await self._answer(exchange)
+        finally:
+            self._metrics.in_flight -= 1
+            status = exchange.status or 499  # the peer went away before an answer, as nginx has it
+            self._metrics.finished(request.method, status, time.perf_counter() - started)
+            if exchange.refusal:
+                self._metrics.refusals[exchange.refusal] += 1
+            if self._tell is not None:
+                self._tell(f"{channel.peer} {request.method} {request.target.partition('?')[0]} {status}")
+        return not exchange.close
+
+    async def _answer(self, exchange: _Exchange) -> None:
+        try:
+            await self._dispatch(exchange)
+        except (TimeoutError, ConnectionError, TruncatedError):
+            exchange.close = True
+            raise
+        except HttpError as problem:
+            await self.refuse(exchange, problem)
+        except KvctlError as problem:
+            answer = as_http(problem)
+            if answer.status == 500 and self._warn is not None:
+                self._warn(f"{exchange.request.method} {exchange.request.path}: {problem}")
+            await self.refuse(exchange, answer)
+        except Exception as problem:
+            # a bug: the client learns no more than that, the log keeps the kind
+            if self._warn is not None:
+                self._warn(f"{exchange.request.method} {exchange.request.path}: {type(problem).__name__}: {problem}")
+            await self.refuse(exchange, HttpError(500, "internal", "the node failed; its log says more", close=True))
+
+    async def refuse(self, exchange: _Exchange, problem: HttpError) -> None:
+        """An error answer; what the client still sends of a body is read away within limits."""
+        exchange.refusal = problem.code
+        if exchange.status:  # an answer has begun: only the end of the connection can say it
+            exchange.close = True
+            exchange.channel.abort()
+            return
+        exchange.close = exchange.close or problem.close or exchange.body_left > 0
+        body = error_body(problem)
+        headers = {**_JSON, **problem.headers}
+        await self._send(exchange, problem.status, body, headers)
+        if exchange.body_left:
+            exchange.channel.finish()
+            await exchange.channel.discard(exchange.body_left)
+
+    async def _send(self, exchange: _Exchange, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        exchange.status = status
+        head = answer_head(status, len(body), headers, close=exchange.close)
+        await exchange.channel.send(head if exchange.request.method == "HEAD" else head + body)
+
+    async def _dispatch(self, exchange: _Exchange) -> None:
+        request = exchange.request
+        if request.method not in {"GET", "HEAD", "PUT", "DELETE"}:
+            raise HttpError(405, "method", f"{request.method} is not offered", headers={"allow": _METHODS})
+        if request.length and request.method != "PUT":
+            raise HttpError(400, "body", f"a {request.method} has no body")
+        if request.path == "/healthz" and request.method in {"GET", "HEAD"}:
+            await self._health(exchange)
+        elif request.path == "/metrics" and request.method in {"GET", "HEAD"}:
+            rdma = self._rdma.metrics() if self._rdma is not None else None
+            page = self._metrics.text(free_bytes=self._tree.free_bytes(), rdma=rdma)
+            await self._send(exchange, 200, page, {"content-type": CONTENT_TYPE})
+        elif request.path == _ROOT:
+            await self._folder(exchange)
+        else:
+            # Scality's clients leave `/v1` out
+            key = request.path.removeprefix(_ROOT) if request.path.startswith(_ROOT) else request.path[1:]
+            check_name(key)
+            await self._object(exchange, key)
+
+    async def _health(self, exchange: _Exchange) -> None:
+        if self.draining:
+            raise HttpError(503, "draining", "the node is shutting down", close=True)
+        await self._send(exchange, 200, b'{"status": "ok"}', _JSON)
+
+    def _check(self, exchange: _Exchange, need: Rights, key: str, *, folder: bool = False, once: bool = False) -> None:
+        request = exchange.request
+        asked = Asked(
+            request.method,
+            request.target,
+            request.get("range"),
+            request.get("if-match"),
+            request.get("if-none-match"),
+            _rdma_token(request)[0],
+        )
+        token = request.get(TOKEN_HEADER)
+        self._guard.check(asked, exchange.channel.peer, token, need=need, key=key, folder=folder, once=once)
+
+    async def _object(self, exchange: _Exchange, key: str) -> None:
+        method = exchange.request.method
+        if method == "HEAD":
+            self._check(exchange, "ro", key)
+            await self._send_stat(exchange, key)
+        elif method == "GET":
+            token, _ = _rdma_token(exchange.request)
+            self._check(exchange, "ro", key, once=bool(token))
+            await self._get(exchange, key)
+        elif method == "PUT":
+            self._check(exchange, "rw", key, once=True)
+            await self._put(exchange, key)
+        else:
+            self._check(exchange, "rw", key, once=True)
+            version = parse_version(exchange.request.get("if-match"), "If-Match")
+            await exchange.channel.in_thread(lambda: self._tree.delete(key, version))
+            await self._send(exchange, 204, b"")
+
+    async def _send_stat(self, exchange: _Exchange, key: str) -> None:
+        found = self._tree.stat(key)
+        _check_version(exchange.request, key, found)
+        exchange.status = 200
+        head = answer_head(200, found.size, _headers(found), close=exchange.close)
+        await exchange.channel.send(head)
+
+    async def _get(self, exchange: _Exchange, key: str) -> None:
+        fd, found = self._tree.open(key)
+        try:
+            request = exchange.request
+            _check_version(request, key, found)
+            span = parse_range(request.get("range"), found.size)
+            offset, length = span or (0, found.size)
+            headers = _headers(found)
+            if span is not None:
+                headers["content-range"] = f"bytes {offset}-{offset + length - 1}/{found.size}"
+            status = 200 if span is None else 206
+            token, dialect = _rdma_token(request)
+            if token:
+                await self._send_rdma(exchange, key, fd, offset, length, token, dialect)
+                await self._send(exchange, status, b"", headers)
+                return
+            exchange.status = status
+            head = answer_head(status, length, headers, close=exchange.close)
+            await exchange.channel.send_file(head, fd, offset, length)
+            self._metrics.sent += length
+        finally:
+            os.close(fd)
+
+    async def _send_rdma(
+        self, exchange: _Exchange, key: str, fd: int, offset: int, length: int, token: str, dialect: Dialect
+    ) -> None:
+        engine = self._engine()
+        if (size := engine.size(token, dialect)) < length:
+            raise HttpError(400, "memory", f"the token names {size} bytes of memory for {length} of the object")
+        asked = RdmaRequest(token, dialect, exchange.channel.peer, key, offset, length)
+        await self._in_rdma(exchange, lambda: engine.send(asked, fd))
+        self._metrics.rdma_sent += length
+
+    async def _put(self, exchange: _Exchange, key: str) -> None:
+        request = exchange.request
+        if_absent = request.get("if-none-match")
+        if if_absent not in {"", "*"}:
+            raise HttpError(400, "condition", "If-None-Match: only * is understood with PUT")
+        version = parse_version(request.get("if-match"), "If-Match")
+        if if_absent and version is not None:
+            raise HttpError(400, "condition", "If-Match and If-None-Match together make no sense")
+        token, dialect = _rdma_token(request)
+        if token and request.length:
+            raise HttpError(400, "body", "a PUT by RDMA has no body")
+        if not token and "content-length" not in request.headers:
+            raise HttpError(411, "length_required", "a PUT says its length", close=True)
+        size = self._engine().size(token, dialect) if token else request.length
+        if size > self._limits.max_object:
+            raise HttpError(413, "too_large", f"{size} bytes, at most {self._limits.max_object}")
+        channel = exchange.channel
+        draft = await channel.in_thread(lambda: self._tree.create(key, size))
+        try:
+            if token:
+                engine = self._engine()
+                asked = RdmaRequest(token, dialect, channel.peer, key, 0, size)
+                await self._in_rdma(exchange, lambda: engine.receive(asked, draft.fd))
+                self._metrics.rdma_received += size
+            else:
+                await self._receive(exchange, draft, size)
+            found = await channel.in_thread(lambda: draft.commit(if_absent=bool(if_absent), if_version=version))
+        finally:
+            draft.close()
+        await self._send(exchange, 200, b"", _headers(found, ranges=False))
+
+    async def _receive(self, exchange: _Exchange, draft: Draft, size: int) -> None:
+        if exchange.request.get("expect").lower() == "100-continue":
+            await exchange.channel.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            got = await exchange.channel.receive_file(draft.fd, size)
+        except TimeoutError:
+            raise HttpError(408, "slow", "the body came too slowly", close=True) from None
+        self._metrics.received += got
+        exchange.body_left -= got
+        if got < size:
+            raise ConnectionResetError(f"{got} of {size} bytes came")
+
+    def _engine(self) -> RdmaEngine:
+        if self._rdma is None:
+            raise HttpError(501, "no_rdma", f"this node has no RDMA: {self._rdma_missing}")
+        return self._rdma
+
+    async def _in_rdma(self, exchange: _Exchange, work: Callable[[], None]) -> None:
+        await exchange.channel.in_thread(work, self._rdma_pool)
+
+    async def _folder(self, exchange: _Exchange) -> None:
+        """What `/v1/` itself offers: lists, and removing temp files."""
+        request = exchange.request
+        channel = exchange.channel
+        query = dict(request.query)
+        if request.method == "DELETE" and set(query) == {"upload"}:
+            ident = query["upload"]
+            self._check(exchange, "rw", ident, once=True)
+            await channel.in_thread(lambda: self._tree.abort(ident))
+            await self._send(exchange, 204, b"")
+            return
+        if request.method not in {"GET", "HEAD"}:
+            raise HttpError(405, "method", f"{request.method} needs a key", headers={"allow": "GET, HEAD"})
+        prefix = query.pop("prefix", "")
+        self._check(exchange, "ro", prefix, folder=True)
+        if "uploads" in query:
+            query.pop("uploads")
+            found = await channel.in_thread(lambda: listing.uploads(self._tree, prefix))
+            document: dict[str, object] = {
+                "uploads": [{"id": item.ident, "key": item.key, "started": _iso(item.started_ns)} for item in found]
+            }
+        else:
+            after = query.pop("after", "")
+            limit = _limit(query.pop("limit", str(_PAGE)))
+            objects, more = await channel.in_thread(lambda: listing.page(self._tree, prefix, after, limit))
+            document = {
+                "objects": [
+                    {"key": key, "size": item.size, "version": item.version, "modified": _iso(item.modified_ns)}
+                    for key, item in objects
+                ],
+                "more": more,
+            }
+        if query:
+            raise HttpError(400, "query", f"{min(query)[:40]!r} means nothing here")
+        await self._send(exchange, 200, json.dumps(document).encode(), _JSON)
+
+
+def _rdma_token(request: Request) -> tuple[str, Dialect]:
+    """The token and its dialect; an empty one where there is none. Raises HttpError for both dialects at once."""
+    scal, s3 = (request.get(name) for name in RDMA_HEADERS)
+    if scal and s3:
+        raise HttpError(400, "rdma", "two RDMA tokens")
+    return (s3, "s3") if s3 else (scal, "scal")
+
+
+def _check_version(request: Request, key: str, found: Stat) -> None:
+    wanted = request.get("if-match")
+    if wanted and wanted != "*" and parse_version(wanted, "If-Match") != found.version:
+        raise HttpError(412, "conflict", f"{key} is at another version", headers={"etag": f'"{found.version}"'})
+
+
+def _headers(found: Stat, *, ranges: bool = True) -> dict[str, str]:
+    headers = {"etag": f'"{found.version}"', "last-modified": http_date(found.modified_ns // 1_000_000_000)}
+    if ranges:
+        headers |= {"accept-ranges": "bytes", "content-type": "application/octet-stream"}
+    return headers
+
+
+def _iso(nanoseconds: int) -> str:
+    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="microseconds")
+
+
+def _limit(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= _PAGE:
+        raise HttpError(400, "query", f"limit is a number from 1 to {_PAGE}")
+    return int(text)

@@ -1,0 +1,202 @@
+"""Keys and tokens of the storage node's protocol, for both ends. Pure but for `read_key_file` and randomness.
+
+A node has a master key. Clients get scoped keys derived from it: rights (ro or rw) and a prefix of keys. Each
+request carries a token of its own, an HMAC under the scoped key over what the request asks for; the node derives
+the scoped key again from the token's scope, so it keeps no list of clients. `kvctl/help/nodes.md` specifies it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import time
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvctl.core.errors import AuthError, ConfigError
+
+Rights = Literal["ro", "rw"]
+
+TOKEN_HEADER: Final = "x-kvctl-token"  # noqa: S105 - a header's name
+RDMA_HEADERS: Final = ("x-scal-rdma", "x-rdma-info")
+LIFE: Final = 60  # seconds: how long our client's tokens are good for
+MAX_LIFE: Final = 600  # what a node accepts at most, so that its nonce cache has an end
+
+_MASTER: Final = re.compile(r"^kvctl-node-master\.v1\.([0-9a-f]{64})$")
+_SCOPED: Final = re.compile(r"^kvctl-node-key\.v1\.([0-9a-f]{8})\.(ro|rw)\.([A-Za-z0-9_-]*)\.([0-9a-f]{64})$")
+_TOKEN: Final = re.compile(
+    r"^v1\.(?P<id>[0-9a-f]{8})\.(?P<expiry>[0-9]{1,12})\.(?P<issued>[0-9a-f]{1,12})-(?P<random>[0-9a-f]{16,64})"
+    r"\.(?P<rights>ro|rw):(?P<prefix>[A-Za-z0-9_-]{0,1400})\.(?P<mac>[0-9a-f]{64})$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a token is bound to. `target` is the request target as sent (path and query, encoded); headers as sent,
+    empty where absent. `rdma`: the RDMA token.
+    """
+
+    method: str
+    target: str
+    range: str = ""
+    if_match: str = ""
+    if_none_match: str = ""
+    rdma: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token taken apart, not yet verified. Times in Unix seconds."""
+
+    key_id: str
+    expiry: int
+    issued: float
+    nonce: str
+    rights: Rights
+    prefix: str
+    mac: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopedKey:
+    """What a client holds. `prefix` is empty (everything) or a folder of keys, without slashes at its ends."""
+
+    key_id: str
+    rights: Rights
+    prefix: str
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"ScopedKey({self.key_id}, {self.rights}, {self.prefix!r}, ***)"
+
+    def text(self) -> str:
+        """The line of a key file."""
+        return f"kvctl-node-key.v1.{self.key_id}.{self.rights}.{_encode(self.prefix)}.{self.secret.hex()}"
+
+    def token(self, asked: Asked, *, life: int = LIFE, now: float | None = None) -> str:
+        """A token for one request, good for `life` seconds."""
+        moment = time.time() if now is None else now
+        expiry = int(moment) + life
+        nonce = f"{int(moment * 1000):x}-{secrets.token_hex(12)}"
+        scope = f"{self.rights}:{_encode(self.prefix)}"
+        mac = token_mac(self.secret, asked, expiry, nonce)
+        return f"v1.{self.key_id}.{expiry}.{nonce}.{scope}.{mac}"
+
+
+@dataclass(frozen=True, slots=True)
+class MasterKey:
+    """What a node holds."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"MasterKey({self.key_id}, ***)"
+
+    @classmethod
+    def make(cls) -> MasterKey:
+        return cls(secrets.token_bytes(32))
+
+    @property
+    def key_id(self) -> str:
+        return hashlib.sha256(b"kvctl-node key id\0" + self.secret).hexdigest()[:8]
+
+    def text(self) -> str:
+        """The line of a key file."""
+        return f"kvctl-node-master.v1.{self.secret.hex()}"
+
+    def scoped(self, rights: Rights, prefix: str) -> ScopedKey:
+        folder = prefix.strip("/")
+        secret = hmac.digest(self.secret, _frame("kvctl-node scope v1", rights, folder), "sha256")
+        return ScopedKey(self.key_id, rights, folder, secret)
+
+
+def token_mac(secret: bytes, asked: Asked, expiry: int, nonce: str) -> str:
+    parts = (asked.method, asked.target, asked.range, asked.if_match, asked.if_none_match, asked.rdma)
+    return hmac.digest(secret, _frame("kvctl-node token v1", *parts, str(expiry), nonce), "sha256").hex()
+
+
+def parse_token(text: str) -> Token | None:
+    """None for what is no token of this version."""
+    match = _TOKEN.match(text)
+    if match is None:
+        return None
+    try:
+        prefix = _decode(match["prefix"])
+    except ValueError:
+        return None
+    rights: Rights = "rw" if match["rights"] == "rw" else "ro"
+    nonce = f"{match['issued']}-{match['random']}"
+    return Token(
+        match["id"], int(match["expiry"]), int(match["issued"], 16) / 1000, nonce, rights, prefix, match["mac"]
+    )
+
+
+def covers(prefix: str, key: str) -> bool:
+    """Whether `key` is the folder `prefix` or inside it."""
+    return not prefix or key == prefix or key.startswith(f"{prefix}/")
+
+
+def parse_keys(text: str, where: str) -> list[MasterKey | ScopedKey]:
+    """The keys of a key file's text; empty lines and lines that start with '#' are skipped. Raises ConfigError,
+    which shows no secret.
+    """
+    found: list[MasterKey | ScopedKey] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        if match := _MASTER.match(stripped):
+            found.append(MasterKey(bytes.fromhex(match[1])))
+        elif match := _SCOPED.match(stripped):
+            rights: Rights = "rw" if match[2] == "rw" else "ro"
+            try:
+                prefix = _decode(match[3])
+            except ValueError:
+                raise ConfigError(f"{where}:{number}: the prefix of the key is damaged") from None
+            found.append(ScopedKey(match[1], rights, prefix, bytes.fromhex(match[4])))
+        else:
+            raise ConfigError(f"{where}:{number}: not a storage node's key", hint="`kvctl node key` makes one")
+    if not found:
+        raise ConfigError(f"{where} holds no key", hint="`kvctl node key` makes one")
+    return found
+
+
+def read_key_file(path: str) -> list[MasterKey | ScopedKey]:
+    """The keys in a file. Raises ConfigError (missing, malformed) or AuthError (others could read it)."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(1 << 20)
+    except OSError as problem:
+        raise ConfigError(f"the key file {path} cannot be read", cause=problem.strerror) from problem
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise AuthError(
+            f"the key file {path} can be used by others", cause=f"mode {stat.S_IMODE(mode):o}", hint=f"chmod 600 {path}"
+        )
+    return parse_keys(text, path)
+
+
+def _frame(*parts: str) -> bytes:
+    """Length-prefixed, so that no two different lists of parts are the same bytes."""
+    encoded = [part.encode("utf-8", "surrogateescape") for part in parts]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
+
+
+def _encode(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _decode(text: str) -> str:
+    try:
+        found = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+    except (binascii.Error, UnicodeDecodeError) as problem:
+        raise ValueError(str(problem)) from None
+    if _encode(found) != text:
+        raise ValueError("not canonical")
+    return found

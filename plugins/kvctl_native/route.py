@@ -1,0 +1,69 @@
+"""The way to one endpoint of a node: where to connect, and how a request's head is written and given its token."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from kvctl.transports.node_auth import TOKEN_HEADER, Asked
+from kvctl.transports.wire import Connection
+from kvctl_native.settings import NodeAccess, Place
+
+
+def encode_key(key: str) -> str:
+    """A key as it stands in a target."""
+    return quote(key, safe="/-._~")
+
+
+class Route:
+    """Immutable; may be used from any thread."""
+
+    def __init__(self, access: NodeAccess, place: Place) -> None:
+        self.endpoint = place.url
+        self._access = access
+        self._place = place
+        self._tls = access.tls_context if place.tls else None
+
+    def connect(self, receive_buffer: int = 0) -> Connection:
+        """Raises OSError."""
+        return Connection(
+            self._place.host,
+            self._place.port,
+            tls=self._tls,
+            connect_timeout=self._access.connect_timeout,
+            timeout=self._access.timeout,
+            receive_buffer=receive_buffer,
+        )
+
+    def head(
+        self,
+        method: str,
+        key: str,
+        *,
+        query: str = "",
+        span: tuple[int, int] | None = None,
+        if_match: str | None = None,
+        if_absent: bool = False,
+        length: int | None = None,
+    ) -> bytes:
+        """The head of a request for `key` (empty: the node's lists). `span`: first and last byte."""
+        target = f"/v1/{encode_key(key)}{'?' if query else ''}{query}"
+        asked = Asked(
+            method,
+            target,
+            "" if span is None else f"bytes={span[0]}-{span[1]}",
+            "" if if_match is None else f'"{if_match}"',
+            "*" if if_absent else "",
+        )
+        lines = [f"{method} {target} HTTP/1.1", f"host: {self._place.host_header}", "user-agent: kvctl"]
+        if self._access.key is not None:
+            lines.append(f"{TOKEN_HEADER}: {self._access.key.token(asked)}")
+        for name, value in (
+            ("range", asked.range),
+            ("if-match", asked.if_match),
+            ("if-none-match", asked.if_none_match),
+        ):
+            if value:
+                lines.append(f"{name}: {value}")
+        if length is not None:
+            lines.append(f"content-length: {length}")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
