@@ -43,8 +43,8 @@ class Repacker(Protocol):
 
 def replace_manifest(repo: Repo, push: Push, key: str, version: str, data: bytes, kept: Sequence[ChunkRef]) -> bool:
     """Put the equivalent manifest `data` in the place of version `version` of `key`, and end the push. `kept`: its
-    chunks that this push did not write. False, and nothing changed, when somebody else replaced or removed it, or one of its
-    chunks cannot be relied on.
+    chunks that this push did not write. False, and nothing changed, when somebody else replaced or removed it, or one
+    of its chunks cannot be relied on.
     """
     if push.adopt(kept) != {ref.name for ref in kept}:
         return False
