@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
-from kvctl.core.units import KIB, MIB
+from kvctl.core.units import KIB
 from kvctl.kv.identity import DTYPE_BYTES, Descriptor, Group
 from kvctl.kv.tokens import ANCHOR_TOKENS, BLOCK_TOKENS
 
 PAGE: Final = 4 * KIB
 SMALL: Final = 64 * KIB  # fragments up to this are packed
 ALIGN: Final = 64
-TARGET: Final = 16 * MIB
-LARGEST_TARGET: Final = 64 * MIB
 RUN_BYTES: Final = 32 * KIB  # what a default fragment has at least, where the pack has so much
 PARTS: Final = ("k", "v")
 
@@ -100,16 +98,14 @@ class PackGeometry:
             at = aligned(at, place.raw) + place.raw
         return at
 
-    def places(self) -> Iterator[Place]:
-        """What each fragment holds, in the order of the payload."""
-        for layer in self.group.layers:
-            for part in self.parts:
-                row = self.row(part) * self.rows
-                for head in range(0, self.group.kv_heads, self.head_step):
-                    end_head = min(head + self.head_step, self.group.kv_heads)
-                    for block in range(0, self.blocks, self.run_blocks):
-                        end = min(block + self.run_blocks, self.blocks)
-                        yield Place(layer, part, head, end_head, block, end, (end_head - head) * (end - block) * row)
+    def places(self) -> tuple[Place, ...]:
+        """What each fragment holds, in the order of the payload. Remembered: a session's packs are alike."""
+        return _places(self.group, self.parts, self.head_step, self.blocks, self.run_blocks, self._block_sizes)
+
+    @property
+    def _block_sizes(self) -> tuple[int, ...]:
+        """Bytes of one block of one head, by part."""
+        return tuple(self.row(part) * self.rows for part in self.parts)
 
     def fault(self) -> str:
         """Why no pack can have this geometry; empty when one can."""
@@ -130,8 +126,7 @@ class PackGeometry:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What a fragment holds: a model layer, "k" or "v", heads [head, end_head), blocks [block, end_block) of the pack.
     `raw`: bytes before the codec.
     """
@@ -145,20 +140,22 @@ class Place:
     raw: int
 
 
+@lru_cache(maxsize=32)
+def _places(
+    group: Group, parts: tuple[str, ...], head_step: int, blocks: int, run_blocks: int, sizes: tuple[int, ...]
+) -> tuple[Place, ...]:
+    return tuple(
+        Place(layer, part, head, end_head, block, end, (end_head - head) * (end - block) * size)
+        for layer in group.layers
+        for part, size in zip(parts, sizes, strict=True)
+        for head in range(0, group.kv_heads, head_step)
+        for end_head in (min(head + head_step, group.kv_heads),)
+        for block in range(0, blocks, run_blocks)
+        for end in (min(block + run_blocks, blocks),)
+    )
+
+
 def aligned(at: int, size: int) -> int:
     """Where a fragment of `size` stored bytes begins, when the one before ends at `at`."""
     to = PAGE if size > SMALL else ALIGN
     return -(-at // to) * to
-
-
-def pack_target(session_bytes: int) -> int:
-    """Bytes that packs of a session of this size should have: 16 MiB, 64 MiB for very long ones, so that a manifest
-    names some thousands of packs at most.
-    """
-    return min(LARGEST_TARGET, max(TARGET, 1 << (session_bytes // 2048).bit_length()))
-
-
-def pack_blocks(group: Group, dtype: str, target: int = TARGET, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many blocks fill a pack of `target` bytes; at least one, and one for recurrent groups."""
-    one = PackGeometry(0, group, dtype, 1, 1, 1, block_tokens)
-    return 1 if group.recurrent else max(1, target // one.payload_bytes)

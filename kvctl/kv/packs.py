@@ -14,14 +14,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
 from kvctl.core.errors import FormatError, IncompatibleError, IntegrityError, SizeMismatchError, UsageError
 from kvctl.kv import codecs
 from kvctl.kv.identity import Group
-from kvctl.kv.packgeometry import BLOCK, FIXED, FRAGMENT, PAGE, PackGeometry, Place, aligned, pack_blocks, pack_target
+from kvctl.kv.packgeometry import BLOCK, FIXED, FRAGMENT, PAGE, PackGeometry, Place, aligned
 from kvctl.kv.tokens import TOKEN_HMAC_SIZE, BlockKey
 from kvctl.kv.views import Source, TokenView, check_view, gather
 
@@ -36,8 +36,6 @@ __all__ = [
     "decode_fragment",
     "encode_pack",
     "header_size",
-    "pack_blocks",
-    "pack_target",
     "parse_pack_header",
     "ranges",
     "verify_fragment",
@@ -48,8 +46,7 @@ VERSION: Final = 1
 _CHECKSUM_AT: Final = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Where a fragment lies in the pack and how. `offset` from the start of the pack, `stored` in bytes."""
 
     place: Place
@@ -282,21 +279,20 @@ def parse_pack_header(data: bytes | memoryview, where: str) -> PackHeader:
 
 
 def _fragments(geometry: PackGeometry, table: memoryview, pack_size: int, where: str) -> tuple[Fragment, ...]:
+    places = geometry.places()
+    width_of, known = geometry.element, codecs.CODECS
     at = geometry.header_size
-    width_of = geometry.element
     found: list[Fragment] = []
-    for place, (offset, stored, raw, codec, width, checksum) in zip(
-        geometry.places(), FRAGMENT.iter_unpack(table), strict=True
-    ):
+    for place, (offset, stored, raw, codec, width, checksum) in zip(places, FRAGMENT.iter_unpack(table), strict=True):
         if offset != aligned(at, stored) or raw != place.raw or width != width_of or not 0 < stored <= raw:
             raise FormatError(
                 f"{where} is malformed",
                 cause=f"fragment {len(found)}: {stored} bytes at {offset} for {raw}, expected {place.raw} from {at} on",
                 hint="see `kvctl repo check`",
             )
-        if codec >= len(codecs.CODECS):
+        if codec >= len(known):
             raise IncompatibleError(f"{where} has fragments of codec {codec}", hint="use a newer kvctl to read it")
-        found.append(Fragment(place, offset, stored, codecs.CODECS[codec], width, checksum))
+        found.append(Fragment(place, offset, stored, known[codec], width, checksum))
         at = offset + stored
     if at != pack_size:
         raise FormatError(f"{where} is malformed", cause=f"its fragments end at {at}, it says {pack_size} bytes")

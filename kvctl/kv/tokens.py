@@ -19,7 +19,7 @@ import hmac
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -180,20 +180,34 @@ def chain(
     head = frames(b"kvctl.block/1", bytes.fromhex(nsdigest))
     token_head = frames(b"kvctl.tokens/1")
     key_length = len(ROOT).to_bytes(4, "little")
-    digest = hmac.digest
+    mac = _mac(secret)
     blocks: list[BlockKey] = []
     for at in range(0, len(flat), size):
         part = bytes(flat[at : at + size])
         first, count = start + at // 4, len(part) // 4
         framed = len(part).to_bytes(4, "little") + part
         more = block_extras(extras, first, first + count) if extras else b""
-        key = digest(
-            secret, b"".join((head, key_length, parent, framed, len(more).to_bytes(4, "little"), more)), "sha256"
-        )
-        check = digest(secret, token_head + framed, "sha256")[:TOKEN_HMAC_SIZE]
+        key = mac(b"".join((head, key_length, parent, framed, len(more).to_bytes(4, "little"), more)))
+        check = mac(token_head + framed)[:TOKEN_HMAC_SIZE]
         blocks.append(BlockKey(key, parent, first, count, check))
         parent = key
     return blocks
+
+
+def _mac(secret: bytes) -> Callable[[bytes], bytes]:
+    """HMAC-SHA256 under one secret of at most 64 bytes. The key's two blocks are hashed once: `hmac.digest` takes more
+    than twice as long for messages as short as a block of tokens.
+    """
+    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in secret.ljust(64, b"\0")))
+    outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in secret.ljust(64, b"\0")))
+
+    def mac(message: bytes) -> bytes:
+        first, second = inner.copy(), outer.copy()
+        first.update(message)
+        second.update(first.digest())
+        return second.digest()
+
+    return mac
 
 
 def token_hmac(secret: bytes, tokens: Tokens) -> bytes:

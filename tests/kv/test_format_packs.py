@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvctl.core.errors import IntegrityError, KvctlError, UsageError
 from kvctl.kv import packs, tokens
-from kvctl.kv.identity import Group
+from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.landing import landing, place_fragment
 from kvctl.kv.packs import PackGeometry, PackHeader, Span, TokenView
 
@@ -225,9 +225,48 @@ def test_blocks_of_two_chains_are_refused() -> None:
     assert caught.value.cause == "block 1 does not follow block 0"
 
 
-def test_packs_grow_with_the_session_and_hold_at_least_a_block() -> None:
-    assert packs.pack_target(1 << 30) == 16 << 20
-    assert packs.pack_target(189 * 10**9) == 64 << 20
-    group = Group("full", tuple(range(80)), 8, 128, 128)
-    assert packs.pack_blocks(group, "BF16") == 3
-    assert packs.pack_blocks(replace(group, kv_heads=8 * 64), "BF16") == 1
+def test_fp8_packs_are_lossy_and_recurrent_states_never_are() -> None:
+    geometry = plain(dtype="F32")
+    blocks = chain_for(geometry, 0, 0)
+    ones = array("f", [0.5, -2.0] * (2 * 48 * 8 // 2))
+    view = memoryview(ones).cast("B")
+    pack = packs.encode_pack(geometry, NS, blocks, lambda layer, part: TokenView(view, 0, 48), "fp8")
+    header = packs.parse_pack_header(pack, "pack")
+    assert {f.codec for f in header.fragments} == {"fp8"}
+    assert len(pack) < geometry.bound / 2
+    raw = memoryview(bytearray(header.fragments[0].place.raw))
+    packs.decode_fragment(header, header.fragments[0], pack[header.fragments[0].offset : header.fragments[0].end], raw)
+    assert raw == view[: len(raw)]  # both values are exact in e4m3
+    state = PackGeometry(0, Group("recurrent", (0,), 1, 4096, 0), "F32", 1, 1, 1)
+    blob = memoryview(bytes(range(256)) * 16)
+    stored = packs.encode_pack(state, NS, blocks[:1], lambda layer, part: TokenView(blob, 0, 1), "fp8")
+    (fragment,) = packs.parse_pack_header(stored, "pack").fragments
+    assert fragment.codec == "none"
+    assert stored[fragment.offset : fragment.end] == blob
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "step", "run"),
+    [
+        (Group("full", tuple(range(32)), 8, 128, 128), 8, 1, 8),  # Llama-3-8B: 4 KiB a head and block
+        (Group("full", tuple(range(30)), 3, 64, 64), 45, 1, 16),  # SmolLM2-135M: 2 KiB
+        (Group("full", tuple(range(30)), 3, 64, 64), 1, 2, 1),  # a single block: two heads make 4 KiB
+        (Group("mla", tuple(range(61)), 1, 512, 64), 14, 1, 14),
+        (Group("full", (0,), 2, 8, 8), 3, 2, 3),
+    ],
+    ids=str,
+)
+def test_default_fragments(group: Group, blocks: int, step: int, run: int) -> None:
+    descriptor = Descriptor("11" * 32, "22" * 32, "33" * 32, "BF16", (group,))
+    geometry = PackGeometry.default(descriptor, 0, blocks)
+    assert (geometry.head_step, geometry.run_blocks) == (step, run)
+    assert geometry.fault() == ""
+    assert PackGeometry.default(descriptor, 0, blocks, run_blocks=1).run_blocks == 1
+
+
+def test_headers_of_full_packs_are_three_in_a_thousand_at_most() -> None:
+    for group in (Group("full", tuple(range(80)), 8, 128, 128), Group("full", tuple(range(30)), 3, 64, 64)):
+        descriptor = Descriptor("11" * 32, "22" * 32, "33" * 32, "BF16", (group,))
+        one = PackGeometry.default(descriptor, 0, 1).payload_bytes
+        geometry = PackGeometry.default(descriptor, 0, (16 << 20) // one)
+        assert geometry.header_size < 0.003 * geometry.payload_bytes

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from kvctl.core.addresses import StoreConfig
+from kvctl.core.context import Context
 from kvctl.kv.identity import Descriptor, describe_model
 from kvctl.kv.index import Node
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.packs import parse_pack_header
+from kvctl.kv.pull import PullSession, pull_session
+from kvctl.kv.seams import MemorySink
 from kvctl.kv.tokens import domain_secret, parse_key
 from kvctl.weights.manifest import parse_manifest
 
@@ -82,3 +87,26 @@ def test_the_descriptor_follows_from_the_model_but_for_its_window() -> None:
     )  # fmt: skip
     fields = ("weights", "tokenizer", "rope", "lora", "dtype", "salt")
     assert [getattr(computed, name) for name in fields] == [getattr(stored, name) for name in fields]
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_kvctl_pulls_the_session(rank: int | None, script: ModuleType, tmp_path: Path) -> None:
+    shutil.copytree(REPO, tmp_path / "repo")  # a pull takes a lease
+    stores = (StoreConfig(f"file://{tmp_path}/repo"),)
+    sink = MemorySink()
+    request = PullSession(
+        stores, "alice/notes/first chat@1", sink, key=script.MASTER, tp_rank=rank, tp_size=1 if rank is None else 2,
+        strict=True,
+    )  # fmt: skip
+    pull_session(request, Context())
+    assert sink.usable == 1061
+    assert sink.layout is not None
+    assert [(slot.layer, slot.start) for slot in sink.layout.slots] == [(0, 0), (1, 1030), (2, 0)]
+    for slot in sink.layout.slots:
+        held = sink.layers[slot.group, slot.layer]
+        heads = range(slot.first_head, slot.first_head + slot.heads)
+        assert len(heads) == (2 if rank is None else 1)
+        for part, view in (("k", held.k), ("v", held.v)):
+            rows = (script.kv_row(slot.layer, part, head, token) for head in heads for token in range(slot.start, 1061))
+            assert bytes(view) == b"".join(rows)
+    sink.close()
