@@ -65,6 +65,30 @@ TREE: Final = (
         ),
     ),
     Section(
+        "KV sessions",
+        (
+            Branch(
+                "kv",
+                "Store, find, move and evict KV caches of conversations.",
+                (
+                    Leaf("push", "Store a session's KV; blocks that are there are not sent.", f"{_COMMANDS}.kv:push"),
+                    Leaf("pull", "Fetch the usable prefix of a session, verified.", f"{_COMMANDS}.kv:pull"),
+                    Leaf("ls", "List sessions, by name, age, model, staleness.", f"{_COMMANDS}.kv_manage:ls"),
+                    Leaf("inspect", "Show what a session is, and who can use it.", f"{_COMMANDS}.kv_manage:inspect"),
+                    Leaf("diff", "Compare two sessions or generations.", f"{_COMMANDS}.kv_manage:diff"),
+                    Leaf("cp", "Copy sessions to another repo or name.", f"{_COMMANDS}.kv:cp"),
+                    Leaf("pin", "Keep sessions from eviction.", f"{_COMMANDS}.kv_manage:pin"),
+                    Leaf("unpin", "Let sessions be evicted again.", f"{_COMMANDS}.kv_manage:unpin"),
+                    Leaf("evict", "Remove sessions; gc frees their space later.", f"{_COMMANDS}.kv_manage:evict"),
+                    Leaf("rm", "The same as evict.", f"{_COMMANDS}.kv_manage:evict"),
+                    Leaf("advise", "Say whether restoring beats computing.", f"{_COMMANDS}.kv_advise:command"),
+                    Leaf("export", "Write sessions as KV bundles into a folder.", f"{_COMMANDS}.kv:export"),
+                    Leaf("import", "Push every KV bundle of a folder.", f"{_COMMANDS}.kv:import_"),
+                ),
+            ),
+        ),
+    ),
+    Section(
         "Storage",
         (
             Branch(
@@ -85,6 +109,15 @@ TREE: Final = (
                     Leaf("drain", "Move everything off a member.", f"{_COMMANDS}.repo:drain"),
                     Leaf("gc", "Free what no model and no session uses.", f"{_COMMANDS}.repo:gc"),
                     Leaf("stats", "Show sizes, and what models share.", f"{_COMMANDS}.repo:stats"),
+                ),
+            ),
+            Branch(
+                "node",
+                "Run a storage node: objects of a directory for many readers.",
+                (
+                    Leaf("serve", "Serve a directory until a signal ends it.", f"{_COMMANDS}.node:serve"),
+                    Leaf("key", "Make a node's master key.", f"{_COMMANDS}.node:key"),
+                    Leaf("token", "Derive a client's key for some rights and a prefix.", f"{_COMMANDS}.node:token"),
                 ),
             ),
             Branch(

@@ -1,0 +1,386 @@
+"""`kvctl kv push|pull|cp|import|export`: KV that moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvctl.cli.app import App, S3Flags, current
+from kvctl.cli.commands.report import show_report
+from kvctl.cli.documents import cell, render
+from kvctl.cli.kv_options import (
+    PATTERNS,
+    SESSION,
+    bundle_target,
+    descriptor_of,
+    key_option,
+    known_model,
+    labels_of,
+    model_options,
+    place,
+    rate_option,
+    read_tokens,
+    session_place,
+    tokens_option,
+)
+from kvctl.cli.lazy import KvCommand
+from kvctl.cli.options import Age, Size, allow_empty_option, argument, dry_run_option, option, s3_options
+from kvctl.cli.tables import table
+from kvctl.core.errors import PartialError, UsageError
+
+in_flight_option = option(
+    "--max-in-flight",
+    type=Size(),
+    setting="max_in_flight",
+    metavar="SIZE",
+    help="Bytes in flight at once (default: from the memory limit).",
+)
+codec_option = option(
+    "--codec",
+    type=click.Choice(("none", "zstd", "fp8")),
+    default="none",
+    envvar=None,
+    help="How packs are stored: fp8 is lossy, and the manifest says so.",
+)
+label_option = option("--label", "labels", multiple=True, metavar="K=V", envvar=None, help="A label; repeat for more.")
+PUSH_EXAMPLES = """\b
+Examples:
+  kvctl kv push bundle:chat.safetensors alice/chat1 -r lab
+  my-engine --dump-kv | kvctl kv push - alice/chat1 -r lab --tokens transcript.json
+"""
+PULL_EXAMPLES = """\b
+Examples:
+  kvctl kv pull alice/chat1 -n                                   # the verdict only
+  kvctl kv pull lab:alice/chat1@3 --into bundle:chat.safetensors
+  kvctl kv pull alice/chat1 --tokens now.json --min-tokens 12000 --into bundle:chat.safetensors
+  kvctl kv pull alice/chat1 --tp-size 2 --tp-rank 1 --into bundle:rank1.safetensors
+"""
+
+
+@click.command("push", cls=KvCommand, epilog=PUSH_EXAMPLES)
+@argument("source", "bundle:PATH, or - for a bundle on stdin.")
+@argument("session", "[REPO:]TENANT/NAME; kvctl numbers its generations.")
+@tokens_option
+@option("--with-tokens", is_flag=True, default=False, envvar=None, help="Store the token ids too.")
+@codec_option
+@label_option
+@option("--expires", type=Age(), metavar="TIME", envvar=None, help="Policies may evict it after this time.")
+@option("--pack-size", type=Size(), metavar="SIZE", envvar=None, show_default="by size",
+        help="Bytes of KV per object.")  # fmt: skip
+@in_flight_option
+@rate_option
+@key_option
+@s3_options
+def push(
+    *,
+    source: str,
+    session: str,
+    tokens: str | None,
+    with_tokens: bool,
+    codec: str,
+    labels: tuple[str, ...],
+    expires: float | None,
+    pack_size: int | None,
+    max_in_flight: int | None,
+    max_rate: int | None,
+    kv_key_file: str | None,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Store a session's KV as its next generation. Blocks that any session of the repo has already are not written
+    again; an interrupted push is invisible, and running it again goes on.
+    """
+    app = current()
+    where, address = session_place(app, session, S3Flags(**s3), kv_key_file)
+    target = bundle_target(source, "SOURCE")
+    transcript = read_tokens(tokens)
+
+    from kvctl.kv.bundle import read_bundle
+    from kvctl.kv.push import PushSession, push_session
+
+    with read_bundle(target) as bundle, app.running() as ctx:
+        request = PushSession(
+            repo=where.stores,
+            address=address,
+            source=bundle.source(transcript),
+            key=where.key,
+            with_tokens=with_tokens,
+            codec=codec,
+            labels=labels_of(labels),
+            expires=expires,
+            pack_bytes=pack_size,
+            max_in_flight_bytes=max_in_flight,
+            max_rate=max_rate,
+        )
+        report = push_session(request, ctx)
+    report.source = report.source or source
+    show_report(app, report)
+
+
+@click.command("pull", cls=KvCommand, epilog=PULL_EXAMPLES)
+@argument("session", SESSION)
+@option("--into", default="none", metavar="TARGET", help="none (measure, keep nothing), bundle:PATH, or - (stdout).")
+@tokens_option
+@option("--min-tokens", type=click.IntRange(min=0), default=0, envvar=None,
+        help="End with 3, and deliver nothing, when fewer tokens are usable.")  # fmt: skip
+@option("--strict", is_flag=True, default=False, help="A damaged block is an error (7); nothing is delivered.")
+@option("--layers", metavar="LIST", envvar=None, help="Only these layers, such as 0-3,7.")
+@option("--mode", type=click.Choice(("prefix", "layers")), default="prefix",
+        help="Hand over the whole prefix, or layer by layer.")  # fmt: skip
+@dry_run_option
+@option("--tp-rank", type=click.IntRange(min=0), section="Tensor parallelism", help="This rank's heads only.")
+@option("--tp-size", type=click.IntRange(min=1), default=1, section="Tensor parallelism", help="Ranks.")
+@model_options
+@option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move.")
+@option("--hedge/--no-hedge", default=True, setting="hedge", section="Transfer",
+        help="Ask a replica too when a request is slower than the p95 of its peers.")  # fmt: skip
+@in_flight_option
+@rate_option
+@key_option
+@s3_options
+def pull(
+    *,
+    session: str,
+    into: str,
+    tokens: str | None,
+    min_tokens: int,
+    strict: bool,
+    layers: str | None,
+    mode: str,
+    dry_run: bool,
+    tp_rank: int | None,
+    tp_size: int,
+    model: str | None,
+    model_digests: str | None,
+    dtype: str | None,
+    transport: str,
+    hedge: bool,
+    max_in_flight: int | None,
+    max_rate: int | None,
+    kv_key_file: str | None,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Fetch the usable prefix of a session: a verdict first, then exactly its bytes, verified. A short prefix is
+    success; damage ends with 3 (with --strict 7).
+    """
+    app = current()
+    flags = S3Flags(**s3)
+    where, address = session_place(app, session, flags, kv_key_file)
+    target = None if into == "none" else bundle_target(into, "TARGET")
+    if tp_size > 1 and tp_rank is None:
+        raise UsageError(f"--tp-size {tp_size} needs --tp-rank", hint=f"ranks are 0 to {tp_size - 1}")
+
+    from kvctl.kv.exchange import pull_bundle
+    from kvctl.kv.pull import PullSession, pull_session, resolve_session
+    from kvctl.kv.seams import MemorySink
+
+    sink = MemorySink()
+    with app.running() as ctx:
+        meaning = None
+        if model is not None:
+            from kvctl.kv.inspecting import InspectRequest, inspect_session
+
+            own = dtype or inspect_session(InspectRequest(where.stores, address), ctx).descriptor.dtype
+            known = known_model(app, ctx, model, flags, model_digests)
+            meaning = descriptor_of(known, model, own, where.key, address.partition("/")[0])
+        request = PullSession(
+            repo=where.stores,
+            address=address,
+            sink=sink,
+            key=where.key,
+            tokens=read_tokens(tokens),
+            descriptor=meaning,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            layers=None if layers is None else numbers(layers),
+            min_tokens=min_tokens,
+            strict=strict,
+            mode=mode,
+            transport=transport,
+            max_in_flight_bytes=max_in_flight,
+            max_rate=max_rate,
+            hedge=hedge,
+        )
+        if dry_run:
+            verdict = resolve_session(request, ctx)
+            document = verdict.to_json()
+            app.output.result(document, lambda: f"{verdict}\n{render(document)}")
+            if verdict.usable < min_tokens:
+                raise PartialError(f"{verdict.usable:,} tokens are usable, {min_tokens:,} are wanted")
+            return
+        try:
+            report = pull_session(request, ctx) if target is None else pull_bundle(request, target, ctx)
+        finally:
+            sink.close()
+    report.target = into
+    if into == "-":
+        app.output.note(f"kv pull {address}: {cell('bytes', report.bytes)}, verified")
+        return
+    show_report(app, report)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Layers of '0-3,7'. Raises UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"{text!r} is no list of layers", hint="write it like 0-3,7")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(sorted(set(found)))
+
+
+@click.command("cp", cls=KvCommand)
+@argument("source", "[REPO:]TENANT/NAME[@GENERATION], or a glob in quotes with --to.")
+@argument("target", "[REPO:]TENANT/NAME.", required=False, metavar="[TARGET]")
+@option("--to", "to", metavar="REPO", envvar=None,
+        help="Copy under the same names to this repo: a configured name, a path, or store URLs.")  # fmt: skip
+@tokens_option
+@option("--to-kv-key-file", type=click.Path(), metavar="FILE", envvar=None,
+        help="The target repo's key file, where no config names it.")  # fmt: skip
+@rate_option
+@key_option
+@s3_options
+def cp(
+    *,
+    source: str,
+    target: str | None,
+    to: str | None,
+    tokens: str | None,
+    to_kv_key_file: str | None,
+    max_rate: int | None,
+    kv_key_file: str | None,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Copy sessions to another repo or name: only missing chunks move, each verified on the way. Between repos of
+    different keys the blocks are keyed anew, which needs the tokens (else 8).
+    """
+    from kvctl.kv.copying import CopySession, copy_session
+    from kvctl.kv.names import split_repo
+
+    app = current()
+    flags = S3Flags(**s3)
+    if (target is None) == (to is None):
+        raise UsageError("say where to: a TARGET, or --to REPO", hint="kvctl kv cp a:alice/chat1 b:alice/chat1")
+    repo_name, pattern = split_repo(source)
+    origin = place(app, flags, kv_key_file, repo_name or None)
+    if target is not None:
+        goal, new_name = session_place(app, target, flags, to_kv_key_file)
+        if goal.stores == origin.stores and new_name == pattern.partition("@")[0]:
+            raise UsageError("source and target are the same", hint="name another repo or another session")
+    else:
+        goal, new_name = place(app, flags, to_kv_key_file, to), ""
+    transcript = read_tokens(tokens)
+    with app.running() as ctx:
+        names = _expand(app, origin.stores, pattern, ctx)
+        if len(names) > 1 and (new_name or transcript is not None):
+            raise UsageError(
+                f"{pattern!r} names {len(names)} sessions, TARGET and --tokens are for one", hint="use --to"
+            )
+        reports = [
+            copy_session(
+                CopySession(
+                    source=origin.stores,
+                    address=name,
+                    target=goal.stores,
+                    new_address=new_name or None,
+                    source_key=origin.key,
+                    target_key=goal.key,
+                    tokens=transcript,
+                    max_rate=max_rate,
+                ),
+                ctx,
+            )
+            for name in names
+        ]
+    for report in reports:
+        show_report(app, report)
+
+
+def _expand(app: App, stores: Any, pattern: str, ctx: Any) -> list[str]:  # Any: as the use cases take them
+    """The sessions that a name or glob means: the latest generation where none is named."""
+    if not set(pattern) & set("*?["):
+        return [pattern]
+    from kvctl.kv.inspecting import list_sessions
+
+    found = list_sessions(stores, ctx, [pattern]).entries
+    if "@" in pattern:
+        return [str(entry.found) for entry in found]
+    return [str(entry.found) for entry in found if entry.latest]
+
+
+@click.command("export", cls=KvCommand)
+@argument("patterns", f"{PATTERNS}; the latest generation where none is named.", nargs=-1, required=True,
+          metavar="PATTERN...")  # fmt: skip
+@option("--to", "folder", required=True, type=click.Path(file_okay=False), metavar="DIR", envvar=None,
+        help="Writes DIR/TENANT/NAME.safetensors.")  # fmt: skip
+@allow_empty_option
+@rate_option
+@key_option
+@s3_options
+def export(
+    *,
+    patterns: tuple[str, ...],
+    folder: str,
+    allow_empty: bool,
+    max_rate: int | None,
+    kv_key_file: str | None,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Write sessions as KV bundles (`kvctl help format`), each file whole or absent. Damaged sessions are left out, and
+    the command ends with 3.
+    """
+    app = current()
+    where = place(app, S3Flags(**s3), kv_key_file)
+
+    from kvctl.kv.exchange import ExportRequest, export_sessions
+
+    request = ExportRequest(where.stores, patterns, folder, where.key, allow_empty, max_rate)
+    with app.running() as ctx:
+        found = export_sessions(request, ctx)
+    document = found.to_json()
+    app.output.rows(document["schema"], "sessions", document["sessions"], _exchanged)
+    found.require_ok()
+
+
+@click.command("import", cls=KvCommand)
+@argument("folder", "DIR with TENANT/NAME.safetensors, as `kv export` writes them.",
+          type=click.Path(exists=True, file_okay=False), metavar="DIR")  # fmt: skip
+@option("--tenant", metavar="TENANT", envvar=None, help="Push all of them as sessions of this tenant.")
+@option("--with-tokens", is_flag=True, default=False, envvar=None, help="Store the token ids too.")
+@codec_option
+@label_option
+@rate_option
+@key_option
+@s3_options
+def import_(
+    *,
+    folder: str,
+    tenant: str | None,
+    with_tokens: bool,
+    codec: str,
+    labels: tuple[str, ...],
+    max_rate: int | None,
+    kv_key_file: str | None,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Push every KV bundle of a folder as a session. One that fails does not stop the others (ends with 3)."""
+    app = current()
+    where = place(app, S3Flags(**s3), kv_key_file)
+
+    from kvctl.kv.exchange import ImportRequest, import_bundles
+
+    request = ImportRequest(where.stores, folder, tenant, where.key, with_tokens, codec, labels_of(labels), max_rate)
+    with app.running() as ctx:
+        found = import_bundles(request, ctx)
+    document = found.to_json()
+    app.output.rows(document["schema"], "sessions", document["sessions"], _exchanged)
+    found.require_ok()
+
+
+def _exchanged(rows: list[Any]) -> str:  # Any: JSON
+    cells = [
+        (row["session"], row["path"], row["tokens"], cell("bytes", row["bytes"]), row["problem"] or "ok")
+        for row in rows
+    ]
+    return "\n".join(table(("session", "path", "tokens", "bytes", "state"), cells, right=(2, 3)))
