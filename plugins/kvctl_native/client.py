@@ -70,8 +70,9 @@ class Client:
                 head, body, keep = self._exchange(route, connection, call)
                 return head, body
             except ClosedError as problem:
-                # an idle connection that the node closes at the same moment says nothing about the request
-                if problem.before_answer and reused:
+                # an idle connection that the node closes at the same moment says nothing about the request; but a
+                # conditional put that was carried out would fail its own condition
+                if problem.before_answer and reused and not (call.if_absent or call.if_match):
                     reused = False
                     connection.close()
                     connection = None
