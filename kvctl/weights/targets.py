@@ -130,6 +130,7 @@ class DirTarget:
         self._lock = -1
         self._journal = -1
         self._landed: dict[int, str] = {}
+        self._landed_any = False
         self._buffers: list[FileBuffer] = []
         self._fingerprint = ""
         self._names: dict[str, int] = {}
@@ -139,13 +140,18 @@ class DirTarget:
         for name in (*(output.name for output in outputs), *side_files):
             if "/" in name or name in {"", ".", "..", MARKER, JOURNAL}:
                 raise UsageError(f"{name!r} cannot be a file of {self.name}")
-        if self._is_complete(fingerprint):
+        while True:
+            if self._is_complete(fingerprint):
+                return True
+            try:
+                os.makedirs(self._partial, mode=0o755, exist_ok=True)
+            except OSError as error:
+                raise cannot_write(self._partial, error) from error
+            if self._take_lock():
+                break
+        if self._is_complete(fingerprint):  # another load has just published it
+            os.rmdir(self._partial)
             return True
-        try:
-            os.makedirs(self._partial, mode=0o755, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(self._partial, error) from error
-        self._take_lock()
         self._fingerprint = fingerprint
         self._open_journal(fingerprint)
         landings = []
@@ -170,6 +176,7 @@ class DirTarget:
     def record(self, run: int, checksum: str) -> None:
         """One line per run, one write each: a torn last line is ignored when it is read."""
         os.write(self._journal, f"{run} {checksum}\n".encode())
+        self._landed_any = True
 
     def publish(self) -> None:
         for buffer in self._buffers:
@@ -197,11 +204,13 @@ class DirTarget:
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
-        for fd in (self._journal, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        if error is not None and self._lock >= 0 and not _resumable(error):
-            shutil.rmtree(self._partial, ignore_errors=True)
+        if self._journal >= 0:
+            os.close(self._journal)
+        if self._lock >= 0:
+            # while it is still ours; what reserved space and holds nothing is of no use to a later try
+            if error is not None and not (self._landed_any and _resumable(error)):
+                shutil.rmtree(self._partial, ignore_errors=True)
+            os.close(self._lock)
         self._journal = self._lock = -1
 
     def _is_complete(self, fingerprint: str) -> bool:
@@ -227,16 +236,31 @@ class DirTarget:
             hint="choose another folder or remove it",
         )
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _take_lock(self) -> bool:
+        """Own the partial folder. False when the folder that was locked is not (any more) the one of that name:
+        another load has just finished with it, or given it up. Raises ConflictError while another load owns it.
+        """
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
         except OSError as error:
-            os.close(self._lock)
-            self._lock = -1
+            raise cannot_write(self._partial, error) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(lock), os.stat(self._partial))
+        except FileNotFoundError:
+            ours = False
+        except OSError as error:
+            os.close(lock)
             raise ConflictError(
                 f"another load is filling {self.path}", hint="wait for it, or choose another folder"
             ) from error
+        if not ours:
+            os.close(lock)
+            return False
+        self._lock = lock
+        return True
 
     def _open_journal(self, fingerprint: str) -> None:
         path = os.path.join(self._partial, JOURNAL)
@@ -245,6 +269,7 @@ class DirTarget:
             lines = file.read().splitlines(keepends=True)
         if lines and lines[0] == f"{fingerprint}\n":
             self._landed = dict(_journal_lines(lines[1:]))
+            self._landed_any = bool(self._landed)
         else:
             # another source, or another plan for it: nothing of it can be used
             for entry in os.scandir(self._partial):
