@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -122,4 +123,5 @@ def test_garbage_goes_and_a_member_can_be_drained(seaweed3_stores: Make, s3_ctx:
         gone = next(config for config in configs if config not in [member.config for member in repo.members])
         assert read_blobs(repo, "n") == BLOBS[:2]
         assert check(repo, read_data=Share()).problems == []
-    assert list(open_store(gone).list("")) == []
+    with contextlib.closing(open_store(gone)) as store:
+        assert list(store.list("")) == []
