@@ -237,6 +237,29 @@ def test_a_chain_goes_on_from_any_whole_block(ids: list[int], blocks: int) -> No
     assert all(after.parent == before.key for before, after in pairwise(whole))
 
 
+Parts = tuple[bytes, str, bytes, tuple[int, ...], tuple[Extra, ...]]
+EXTRAS = st.builds(Extra, st.integers(0, 1), st.integers(1, 2), st.sampled_from(["a", "b"]), st.just(b"d"))
+PARTS = st.tuples(
+    st.sampled_from([b"s" * 32, b"t" * 32]),
+    st.sampled_from(["00" * 32, "01" * 32]),
+    st.sampled_from([tokens.ROOT, b"p" * 32]),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple),
+    st.lists(EXTRAS, max_size=2).map(lambda extras: tuple(sorted(extras, key=repr))),
+)
+
+
+@given(PARTS, PARTS)
+def test_keys_are_equal_only_when_every_part_is(one: Parts, two: Parts) -> None:
+    def key(parts: Parts) -> bytes:
+        secret, ns, parent, ids, extras = parts
+        return tokens.chain(secret, ns, ids, extras=extras, parent=parent)[0].key
+
+    def meaning(parts: Parts) -> object:
+        return (*parts[:4], tuple(extra for extra in parts[4] if extra.start < len(parts[3])))
+
+    assert (key(one) == key(two)) == (meaning(one) == meaning(two))
+
+
 @given(st.lists(st.binary(max_size=6), max_size=4), st.lists(st.binary(max_size=6), max_size=4))
 def test_frames_are_injective(one: list[bytes], two: list[bytes]) -> None:
     assert (tokens.frames(*one) == tokens.frames(*two)) == (one == two)
