@@ -25,13 +25,13 @@ from kvctl.core.errors import (
     UsageError,
 )
 from kvctl.kv import sessions
-from kvctl.kv.access import adopt_key, secret_of, write_descriptor
+from kvctl.kv.access import adopt_key, check_key, secret_of, write_descriptor
 from kvctl.kv.index import Node, PackUse, make_nodes, node_key, packs_of, read_once, write_nodes
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
 from kvctl.kv.reading import StoredSession, stored_tokens
 from kvctl.kv.rewriting import rewrite_pack
-from kvctl.kv.tokens import BlockKey, Extra, chain, same_tokens, token_bytes, token_hmac
+from kvctl.kv.tokens import BlockKey, Extra, chain, domain_secret, same_tokens, token_bytes, token_hmac
 from kvctl.kv.writing import ChunkWriter, make_manifest, uses_of
 from kvctl.memory.buffers import HostBuffer
 from kvctl.repo.chunks import ChunkRef, digest_of
@@ -83,8 +83,10 @@ def copy_session(request: CopySession, ctx: Context) -> Report:
         report = Report("kv cp", f"{session.found} in repo {source.id[:8]}")
         name = target_name.session
         old = secret_of(source, request.source_key, session.manifest.tenant)
-        new = adopt_key(target, request.target_key, name.tenant)
+        check_key(target, request.target_key)
+        new = domain_secret(request.target_key, name.tenant)
         keys = _new_keys(request, session, old, new)
+        adopt_key(target, request.target_key, name.tenant)
         with Push.begin(target, f"kv cp {name}", ctx) as push:
             copying = _Copying(request, session, target, push, name, new, keys, report, ctx)
             try:

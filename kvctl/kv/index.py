@@ -159,7 +159,6 @@ class Finder:
         blocks: Sequence[BlockKey],
         tokens: memoryview,
         descriptor: Descriptor,
-        usable: Callable[[Node], bool] | None = None,
     ) -> None:
         self._repo = repo
         self._ns = descriptor.digest
@@ -168,13 +167,18 @@ class Finder:
         self._tokens = token_bytes(tokens)
         self._size = descriptor.block_tokens
         self._full = full_groups(descriptor)
-        self._usable = usable
         self._seen: dict[int, Node | None] = {}
         self._ends = [block.end for block in blocks]
         self._problems: list[str] = []
 
+    def drop(self, node: Node) -> None:
+        """Take the node for one that is not there: its packs cannot be relied on."""
+        self._seen[node.tokens] = None
+
     def find(self) -> Stored:
-        """Reads only; what is damaged or does not fit is a miss, said in `problems`."""
+        """The longest prefix; again after `drop`, from what was read. Reads only; what is damaged or does not fit is a
+        miss, said in `problems`.
+        """
         total = self._ends[-1] if self._ends else 0
         whole = self._bisect(ANCHOR_TOKENS, total // ANCHOR_TOKENS, 0, gallop=True)
         places = [number * ANCHOR_TOKENS for number in range(1, whole + 1)]
@@ -185,7 +189,7 @@ class Finder:
         if last is not None and self._proves(last):
             nodes.append(last)
             reached = last.tokens
-        return Stored(reached, tuple(nodes), len(self._seen), tuple(self._problems))
+        return Stored(reached, tuple(nodes), len(self._seen), tuple(dict.fromkeys(self._problems)))
 
     def _proven(self, places: Sequence[int]) -> int:
         """How many anchors from the start on are what they must be."""
@@ -265,7 +269,6 @@ class Finder:
             and node.previous == (before.key if before is not None else ROOT)
             and hmac.compare_digest(node.token_hmac, interval_hmac(self._secret, self._tokens, start, node.tokens))
             and covers(node, self._full)
-            and (self._usable is None or self._usable(node))
         )
 
 

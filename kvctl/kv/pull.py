@@ -105,7 +105,6 @@ def pull_session(request: PullSession, ctx: Context) -> Report:
             request.sink.invalid(0)
             raise
         if session.hold is not None:
-            session.hold.check_open()
             sessions.note_use(repo, session.found.session)
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)

@@ -204,19 +204,26 @@ class _Pushing:
 
     def _stored(self) -> tuple[Stored, list[PackUse]]:
         """The longest stored prefix whose packs can be relied on, and its packs (declared: gc leaves them alone)."""
-        found = Finder(self.repo, self.secret, self.blocks, self.flat, self.descriptor).find()
-        uses = found.uses(self.descriptor)
-        good = self.push.adopt(use.chunk for use in uses)
+        finder = Finder(self.repo, self.secret, self.blocks, self.flat, self.descriptor)
         needed = set(full_groups(self.descriptor))
-        nodes = []
-        for node in found.nodes:
-            if any(use.group in needed and use.chunk.name not in good for use in node.packs):
+        asked: set[str] = set()
+        good: set[str] = set()
+        while True:
+            found = finder.find()
+            uses = found.uses(self.descriptor)
+            good |= self.push.adopt(use.chunk for use in uses if use.chunk.name not in asked)
+            asked.update(use.chunk.name for use in uses)
+            gone = [
+                node
+                for node in found.nodes
+                if any(use.group in needed and use.chunk.name not in good for use in node.packs)
+            ]
+            if not gone:
+                self.report.notes.extend(found.problems)
+                return found, [use for use in uses if use.chunk.name in good]
+            for node in gone:
                 self.report.notes.append(f"packs of the index at token {node.tokens} are gone: written again")
-                break
-            nodes.append(node)
-        self.report.notes.extend(found.problems)
-        stored = Stored(nodes[-1].tokens if nodes else 0, tuple(nodes), found.requests)
-        return stored, [use for use in stored.uses(self.descriptor) if use.chunk.name in good]
+                finder.drop(node)
 
     def _whole(self, refs: Sequence[ChunkRef]) -> bool:
         return self.push.adopt(refs) == {ref.name for ref in refs}
