@@ -87,14 +87,17 @@ class Channel(ABC):
                 future.result()
             raise
 
-    async def discard(self, count: int) -> None:
-        """Read away what the peer still sends, up to `count` bytes, to its end, or for the linger time."""
+    async def discard(self, count: int) -> int:
+        """Read away what the peer still sends, up to `count` bytes, to its end, or for the linger time; returns how
+        many of them did not come.
+        """
+        data, self._rest = self._rest[:count], self._rest[count:]
+        count -= len(data)
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(self._limits.linger_seconds):
-                count -= len(self._rest)
-                self._rest = b""
                 while count > 0 and (data := await self._receive(min(count, _BUFFER))):
                     count -= len(data)
+        return count
 
     def _allowed(self, started: float, moved: int) -> float:
         """Seconds that a body which has moved `moved` bytes since `started` may wait now. Raises TimeoutError."""

@@ -33,6 +33,7 @@ from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, Rights
 
 _ROOT: Final = "/v1/"
 _PAGE: Final = 1000
+_SMALL_BODY: Final = 1 << 16
 _JSON: Final = {"content-type": "application/json"}
 _METHODS: Final = "GET, HEAD, PUT, DELETE"
 
@@ -121,17 +122,24 @@ class Service:
             exchange.close = True
             exchange.channel.abort()
             return
-        exchange.close = exchange.close or problem.close or exchange.body_left > 0
-        body = error_body(problem)
-        headers = {**_JSON, **problem.headers}
-        await self._send(exchange, problem.status, body, headers)
-        if exchange.body_left:
-            exchange.channel.finish()
-            await exchange.channel.discard(exchange.body_left)
+        left, channel = exchange.body_left, exchange.channel
+        waits = exchange.request.get("expect").lower() == "100-continue" and left == exchange.request.length
+        if 0 < left <= _SMALL_BODY and not waits and not problem.close:
+            left = await channel.discard(left)  # cheaper than another connection
+        exchange.close = exchange.close or problem.close or left > 0
+        await self._send(exchange, problem.status, error_body(problem), {**_JSON, **problem.headers})
+        if left and not waits:
+            channel.finish()
+            await channel.discard(left)
+
+    def _head(self, exchange: _Exchange, status: int, length: int, headers: dict[str, str] | None) -> bytes:
+        """The answer begins with this: from here on it cannot become another one."""
+        exchange.status = status
+        exchange.close = exchange.close or self.draining
+        return answer_head(status, length, headers, close=exchange.close)
 
     async def _send(self, exchange: _Exchange, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        exchange.status = status
-        head = answer_head(status, len(body), headers, close=exchange.close)
+        head = self._head(exchange, status, len(body), headers)
         await exchange.channel.send(head if exchange.request.method == "HEAD" else head + body)
 
     async def _dispatch(self, exchange: _Exchange) -> None:
@@ -193,9 +201,7 @@ class Service:
     async def _send_stat(self, exchange: _Exchange, key: str) -> None:
         found = self._tree.stat(key)
         _check_version(exchange.request, key, found)
-        exchange.status = 200
-        head = answer_head(200, found.size, _headers(found), close=exchange.close)
-        await exchange.channel.send(head)
+        await exchange.channel.send(self._head(exchange, 200, found.size, _headers(found)))
 
     async def _get(self, exchange: _Exchange, key: str) -> None:
         fd, found = self._tree.open(key)
@@ -213,8 +219,7 @@ class Service:
                 await self._send_rdma(exchange, key, fd, offset, length, token, dialect)
                 await self._send(exchange, status, b"", headers)
                 return
-            exchange.status = status
-            head = answer_head(status, length, headers, close=exchange.close)
+            head = self._head(exchange, status, length, headers)
             await exchange.channel.send_file(head, fd, offset, length)
             self._metrics.sent += length
         finally:

@@ -62,6 +62,22 @@ _RDMA = "RDMA"
     help="Seconds that requests may take to end after a signal.",
 )  # fmt: skip
 @option(
+    "--head-timeout", type=click.FloatRange(0.01), default=10.0, show_default=True, envvar=None, section=_LIMITS,
+    help="Seconds that a request's head may take, from its first byte.",
+)  # fmt: skip
+@option(
+    "--body-timeout", type=click.FloatRange(0.01), default=30.0, show_default=True, envvar=None, section=_LIMITS,
+    help="Seconds that a body may stand still.",
+)  # fmt: skip
+@option(
+    "--idle-timeout", type=click.FloatRange(0.01), default=120.0, show_default=True, envvar=None, section=_LIMITS,
+    help="Seconds that a connection may wait between requests.",
+)  # fmt: skip
+@option(
+    "--min-rate", type=Size(), metavar="SIZE", default=4096, show_default="4KiB", envvar=None, section=_LIMITS,
+    help="Bytes per second that a body must move on average, after its first minute.",
+)  # fmt: skip
+@option(
     "--rdma", type=click.Choice(["auto", "off", "require"]), default="auto", show_default=True, envvar=None,
     section=_RDMA, help="Answer RDMA tokens when a plug-in can; require: do not start without.",
 )  # fmt: skip
@@ -82,6 +98,10 @@ def serve(
     max_object: int | None,
     threads: int,
     drain: float,
+    head_timeout: float,
+    body_timeout: float,
+    idle_timeout: float,
+    min_rate: int,
     rdma: str,
     rdma_allow: tuple[str, ...],
     rdma_opt: tuple[str, ...],
@@ -97,7 +117,14 @@ def serve(
     from kvctl.node.settings import Limits, NodeSettings, parse_listen, parse_networks
 
     app = current()
-    limits = Limits(connections=max_connections, drain_seconds=drain)
+    limits = Limits(
+        connections=max_connections,
+        drain_seconds=drain,
+        head_seconds=head_timeout,
+        stall_seconds=body_timeout,
+        idle_seconds=idle_timeout,
+        min_rate=max(1, min_rate),
+    )
     settings = NodeSettings(
         root=folder,
         listen=parse_listen(listen),
