@@ -16,6 +16,7 @@ import mmap
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -341,6 +342,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    # an end from outside unwinds too: servers and workers end with the bench
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.work = os.path.abspath(options.work)
     os.makedirs(options.work, exist_ok=True)
     log = os.path.join(options.work, "workers.log")
