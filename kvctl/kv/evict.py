@@ -185,12 +185,15 @@ def _carry_out(plan: Eviction, repo: Repo, catalog: Catalog, ctx: Context) -> Ev
     nodes = 0
     numbers: dict[SessionName, list[int]] = {}
     for entry in going:
+        numbers.setdefault(entry.found.session, []).append(entry.found.generation)
+    for session, evicted in numbers.items():
+        sessions.reserve(repo, session, max(evicted))
+    for entry in going:
         ctx.cancel.check("evicting")
         if entry.manifest is not None:
             keys = [bytes.fromhex(key) for key in entry.manifest.index]
             nodes += remove_nodes(repo, entry.manifest.ns, keys, lambda ref: ref.name in doomed)
         repo.delete_meta(entry.found.key)
-        numbers.setdefault(entry.found.session, []).append(entry.found.generation)
     for session, evicted in numbers.items():
         sessions.forget(repo, session, evicted)
     freed, repack = freed_by(going, catalog)

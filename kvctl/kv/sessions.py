@@ -223,20 +223,23 @@ def note_use(repo: Repo, session: SessionName) -> None:
             attach(repo, session, lambda old: replace(old, used=max(hour, old.used or hour)))
 
 
+def reserve(repo: Repo, session: SessionName, generation: int) -> None:
+    """Before an eviction: numbers up to this one stay used, whatever becomes of it."""
+    attach(repo, session, lambda old: replace(old, highest=max(old.highest, generation)))
+
+
 def forget(repo: Repo, session: SessionName, generations: Iterable[int]) -> None:
-    """After an eviction: the numbers stay used, pins and expiries of those generations go."""
+    """After an eviction: pins and expiries of those generations go; the numbers stay used."""
     gone = {str(number) for number in generations}
-    top = max((int(number) for number in gone), default=0)
     left = bool(list_generations(repo, session.prefix))
 
     def change(old: Attached) -> Attached:
         if not left:  # of the session nothing is left but that its numbers are used
-            return Attached(highest=max(old.highest, top))
+            return Attached(highest=old.highest)
         return replace(
             old,
             pins=tuple(item for item in old.pins if item not in gone),
             expires={name: when for name, when in old.expires.items() if name not in gone},
-            highest=max(old.highest, top),
         )
 
     attach(repo, session, change)

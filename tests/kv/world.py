@@ -7,6 +7,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from kvctl.core.addresses import StoreConfig
@@ -44,6 +45,12 @@ def objects(stores: Sequence[StoreConfig], prefix: str = "") -> dict[str, bytes]
         for key, item in space(config.url.removeprefix("mem://")).objects.items()
         if key.startswith(prefix)
     }
+
+
+def skip(stores: Sequence[StoreConfig], seconds: float) -> None:
+    """Move the clocks of memory stores forward."""
+    for config in stores:
+        space(config.url.removeprefix("mem://")).clock_skew += timedelta(seconds=seconds)
 
 
 def descriptor(*groups: Group, **changes: object) -> Descriptor:
