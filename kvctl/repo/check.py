@@ -96,7 +96,7 @@ def check(repo: Repo, *, read_data: Share | None = None) -> CheckResult:
     if read_data:
         for name, member_id, why in find_corrupt(repo, read_data, result=result):
             hurts = tuple(sorted(users.get(name, (0, ()))[1]))
-            result.problems.append(Problem("corrupt", name, repo.format.name(member_id), why, hurts))
+            result.problems.append(Problem("corrupt", name, repo.member(member_id).name, why, hurts))
     return result
 
 
@@ -151,7 +151,7 @@ def _check_chunks(repo: Repo, chunks: dict[str, Chunk], users: Users, result: Ch
         for member_id, found in sizes.items():
             if found != size:
                 detail = f"{found} bytes, expected {size}"
-                result.problems.append(Problem("size", name, repo.format.name(member_id), detail, hurts))
+                result.problems.append(Problem("size", name, repo.member(member_id).name, detail, hurts))
         have = {member_id for member_id, found in sizes.items() if found == size}
         if not have:
             detail = "no good copy" + (" on the members that answer" if repo.down else "")

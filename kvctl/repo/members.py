@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -215,13 +216,20 @@ def match(found: Sequence[Found], fmt: RepoFormat, extras: list[Found] | None = 
                 hint="correct the list of stores; `kvctl repo rebalance` adds one",
             )
         assigned[next((m for m in free if fmt.name(m) == item.config.url), free[0])] = item
+    urls = Counter(item.config.url for item in found)
     return [
-        _member(index, member, by_id.get(member), assigned.get(member), fmt) for index, member in enumerate(fmt.live)
+        _member(index, member, by_id.get(member), assigned.get(member), fmt, urls)
+        for index, member in enumerate(fmt.live)
     ]
 
 
-def _member(index: int, member: str, seen: Found | None, silent: Found | None, fmt: RepoFormat) -> RepoMember:
+def _member(
+    index: int, member: str, seen: Found | None, silent: Found | None, fmt: RepoFormat, urls: Mapping[str, int]
+) -> RepoMember:
     name = fmt.name(member)
+    item = seen or silent
+    if item is not None and urls[item.config.url] > 1 and item.config.endpoints:
+        name = f"{name} at {item.config.endpoints[0]}"  # the same bucket on several servers: the URL tells nothing
     if seen is not None:
         return RepoMember(name, index, seen.config, seen.store, member)
     if silent is None:

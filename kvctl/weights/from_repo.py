@@ -47,12 +47,12 @@ class RepoModel(Opened):
 
     def plan(self) -> LoadPlan:
         request, repo, manifest = self.request, self.repo, self.manifest
-        objects, missing = self._objects()
+        self._check_missing()
+        objects = self._objects()
         headers = stored.read_headers(repo, manifest)
         files = [(file.name, header) for file, header in zip(manifest.files, headers, strict=True)]
         layout, sliced = lay_out(request, files, self._config, congruent=False)
         runs = plan_runs(objects, layout.wants, max_run=max(MAX_RUN, manifest.stripe), leaf=LEAF)
-        self._check_missing(missing)
         side = stored.read_sidecars(repo, manifest) if keeps_files(request) else {}
         if sliced.ranks:
             side.pop("model.safetensors.index.json", None)
@@ -82,25 +82,31 @@ class RepoModel(Opened):
         small += [file.leaves for file in self.manifest.files if file.leaves is not None]
         return sum(self.manifest.chunks[position][1] for position in small)
 
-    def _objects(self) -> tuple[list[SourceObject], dict[str, int]]:
-        """Every data chunk with the members that can serve it; and, by member name, bytes that nobody can."""
+    def _objects(self) -> list[SourceObject]:
+        """Every data chunk with the members that can serve it."""
         repo, manifest = self.repo, self.manifest
         objects: list[SourceObject] = []
-        missing: dict[str, int] = {}
         for number, (file, table) in enumerate(zip(manifest.files, stored.read_tables(repo, manifest), strict=True)):
             for item, leaves in file.tables(table, manifest.leaf):
                 ref = stored.chunk_ref(manifest, item.chunk)
                 members = repo.locate(ref.digest)
                 places = tuple(Place(member.index, ref.key) for member in members if member.down is None)
-                if not places:
-                    missing[members[0].name] = missing.get(members[0].name, 0) + ref.size
                 objects.append(SourceObject(number, places, ref.size, tuple(item.cut.held()), leaves, ref.digest))
-        return [item for item in objects if item.places], missing
+        return objects
 
-    def _check_missing(self, missing: dict[str, int]) -> None:
+    def _check_missing(self) -> None:
+        """Raises MemberDownError, before anything is read, when chunks are only on members that are down."""
+        if not self.repo.down:
+            return
+        missing: dict[str, int] = {}
+        for number in range(len(self.manifest.chunks)):
+            ref = stored.chunk_ref(self.manifest, number)
+            members = self.repo.locate(ref.digest)
+            if all(member.down is not None for member in members):
+                missing[members[0].name] = missing.get(members[0].name, 0) + ref.size
         if not missing:
             return
-        total = self.manifest.data_bytes
+        total = sum(size for _, size in self.manifest.chunks)
         share = sum(missing.values())
         names = ", ".join(sorted(missing))
         down = self.repo.down[0]

@@ -51,7 +51,12 @@ def test_two_replicas_and_a_member_that_is_down_from_the_start(victim: int, clus
     assert done.code == 0, done.err
     assert files_of(tmp_path / "out") == cluster.files
     report = done.document
-    assert any("is down" in note and lost in note for note in report["notes"]), report["notes"]
+    assert any(note.startswith(f"member s3://bucket/repo at {lost} is down") for note in report["notes"]), report[
+        "notes"
+    ]
+    assert sorted(path["member"] for path in report["paths"]) == sorted(
+        f"s3://bucket/repo at {server.endpoint}" for server in cluster.servers if server.endpoint != lost
+    )
     assert report["verified"]["state"] == "leaves"
     assert report["verified"]["bytes"] == report["bytes"]
 
@@ -81,7 +86,8 @@ def test_one_replica_and_a_member_that_is_down_names_it_and_what_is_missing(clus
     victim = held.index(max(held))
     lost = cluster.servers[victim].endpoint
     cluster.servers[victim].close()
-    error = refused(kvctl(*cluster.args), 6, lost)
+    error = refused(kvctl(*cluster.args), 6, f"member s3://bucket/repo at {lost} is down", "only there")
+    assert error["details"]["missing_bytes"] > 0
     assert error["code"] == "member_down"
     nothing_left(tmp_path)
     # nothing was read: it was known before
@@ -95,7 +101,7 @@ def test_one_replica_and_a_member_that_dies_in_the_middle_ends_with_six(cluster:
     victim.add(Fault("reset", key="repo/chunks/*", methods=("GET",), skip=4))
     error = refused(kvctl(*cluster.args), 6, "chunks/")
     assert error["details"]["missing_bytes"] > 0
-    assert victim.store("repo").url in error["details"]["members"] or victim.endpoint in error["details"]["members"]
+    assert error["details"]["members"] == f"s3://bucket/repo at {victim.endpoint}"
     assert not (tmp_path / "out").exists()
     victim.clear()
     done = kvctl(*cluster.args)
