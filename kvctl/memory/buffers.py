@@ -6,6 +6,7 @@ once and a staging arena is a ring of slots that are reused (`kvctl.memory.arena
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -69,8 +70,8 @@ class HostBuffer:
 
     def prefault(self) -> None:
         """Touch every page now, so that a timed transfer does not pay for it."""
-        if hasattr(mmap, "MADV_POPULATE_WRITE"):  # Linux 5.14, Python 3.13
-            self._map.madvise(mmap.MADV_POPULATE_WRITE)
+        with contextlib.suppress(OSError):  # a kernel before 5.14
+            self._map.madvise(getattr(mmap, "MADV_POPULATE_WRITE", 23))  # the name came with Python 3.13
             return
         for offset in range(0, len(self._map), PAGE):
             self._map[offset] = 0

@@ -35,8 +35,10 @@ class ThreadedTransport(ABC):
 
     name = "threaded"
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, *, threads: int | None = None) -> None:
+        """`threads`: workers, where fewer than `max_in_flight` serve best (the others' operations wait in line)."""
         self._capabilities = capabilities
+        self._workers = threads or capabilities.max_in_flight
         self._inbox: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
@@ -75,7 +77,7 @@ class ThreadedTransport(ABC):
                 raise EnvError(f"transport {self.name} is closed")
             self._outstanding += len(ops)
             self._queued.update(op.id for op in ops)
-            wanted = min(self._capabilities.max_in_flight, self._outstanding)
+            wanted = min(self._workers, self._outstanding)
             while len(self._threads) < wanted:
                 thread = threading.Thread(
                     target=self._work, name=f"kvctl-{self.name}-{len(self._threads)}", daemon=True

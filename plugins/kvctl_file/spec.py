@@ -16,6 +16,6 @@ TRANSPORT = TransportSpec(
     schemes=("file",),
     options=(
         Option("direct", "true: O_DIRECT, bypassing the page cache", "false"),
-        Option("threads", "operations in flight", "4"),
+        Option("threads", "reading threads; raise it for network file systems", "one per core, 2 to 8; direct: 4 to 8"),
     ),
 )

@@ -27,7 +27,8 @@ class FileTransport(ThreadedTransport):
     name = "file"
 
     def __init__(self, store: FileStore, *, direct: bool, threads: int) -> None:
-        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=threads))
+        # one more in line for each thread: it goes on without waiting for the driver
+        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=2 * threads), threads=threads)
         self._store = store
         self._direct = direct
         self._local = threading.local()
@@ -152,4 +153,7 @@ def open_transport(
         raise UsageError(f"{config.url}: a file store has no endpoints")
     check_names("file", options, ("direct", "threads"))
     direct = choice(options, "direct", ("false", "true")) == "true"
-    return FileTransport(FileStore(config.url), direct=direct, threads=number(options, "threads", 4, 1, 256))
+    # from the page cache a thread per core is fastest; a device wants more in flight
+    cores = max(2, min(8, os.cpu_count() or 2))
+    threads = number(options, "threads", max(4, cores) if direct else cores, 1, 256)
+    return FileTransport(FileStore(config.url), direct=direct, threads=threads)
