@@ -1,7 +1,8 @@
 """One connection of a client: heads into memory, bodies between socket and file without passing through Python.
 
-The event loop only waits. What may block on the disk, or moves much, runs on a worker thread with the socket
-non-blocking: a thread goes back as soon as its peer has been slow for a moment, so slow peers hold none.
+What is in the page cache and not large is sent by the event loop itself. What may block on the disk, or moves
+much, runs on a worker thread with the socket non-blocking: a thread goes back as soon as its peer has been slow for a
+moment, so slow peers hold none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from kvctl.node.settings import Limits
 T = TypeVar("T")
 
 _FIRST: Final = 8192
-_SMALL: Final = 128 << 10  # up to here a copy is cheaper than handing the work to a thread
+_SMALL: Final = 128 << 10  # up to here a copy with the head is cheaper than another system call
+_INLINE: Final = 8 << 20  # up to here the event loop sends what is cached: a thread costs two hand-overs
+_PROBES: Final = 8
 _BUFFER: Final = 1 << 20
 _TURN: Final = 64 << 20  # bytes that one turn of a thread moves at most
 _PATIENCE_MS: Final = 5  # how long a thread waits for a peer before it goes back
@@ -107,13 +110,19 @@ class Channel(ABC):
             raise TimeoutError(f"{moved} bytes are fewer than {limits.min_rate} a second")
         return min(limits.stall_seconds, left)
 
-    async def send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
-        """`head`, then `count` bytes of the file. Raises OSError, TimeoutError or TruncatedError."""
-        if count <= _SMALL and (data := _cached(fd, offset, count, len(head))) is not None:
+    async def send_file(self, head: bytes, fd: int, offset: int, count: int, *, in_memory: bool = False) -> None:
+        """`head`, then `count` bytes of the file. `in_memory`: its file system never waits for a disk. Raises OSError,
+        TimeoutError or TruncatedError.
+        """
+        warm = in_memory or (count <= _INLINE and _is_cached(fd, offset, count))
+        if warm and count <= _SMALL:
+            data = bytearray(len(head) + count)
             data[: len(head)] = head
+            if count and os.preadv(fd, [memoryview(data)[len(head) :]], offset) != count:
+                raise TruncatedError
             await self.send(data)
             return
-        await self._send_file(head, fd, offset, count)
+        await self._send_file(head, fd, offset, count, inline=warm and count <= _INLINE)
 
     async def receive_file(self, fd: int, count: int) -> int:
         """The body into the file from its start; the bytes that came, fewer when the peer went away."""
@@ -125,7 +134,7 @@ class Channel(ABC):
     @abstractmethod
     async def _receive(self, limit: int) -> bytes: ...
     @abstractmethod
-    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None: ...
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int, *, inline: bool) -> None: ...
     @abstractmethod
     async def _receive_file(self, fd: int, offset: int, count: int) -> int: ...
     @abstractmethod
@@ -160,11 +169,14 @@ class PlainChannel(Channel):
         async with asyncio.timeout(self._limits.stall_seconds):
             await self._loop.sock_sendall(self._sock, data)
 
-    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int, *, inline: bool) -> None:
         started, sent = time.monotonic(), 0
         await self._send_more(head)
         while sent < count:
-            moved, slow = await self.in_thread(lambda: _push(self._sock, fd, offset + sent, count - sent))  # noqa: B023
+            if inline:
+                moved, slow = _push(self._sock, fd, offset + sent, count - sent, patience=0)
+            else:
+                moved, slow = await self.in_thread(lambda: _push(self._sock, fd, offset + sent, count - sent))  # noqa: B023
             sent += moved
             if slow:
                 await self._ready(self._loop.add_writer, self._loop.remove_writer, self._allowed(started, sent))
@@ -227,7 +239,7 @@ class TlsChannel(Channel):
         async with asyncio.timeout(self._limits.stall_seconds):
             await self._writer.drain()
 
-    async def _send_file(self, head: bytes, fd: int, offset: int, count: int) -> None:
+    async def _send_file(self, head: bytes, fd: int, offset: int, count: int, *, inline: bool) -> None:
         started, sent = time.monotonic(), 0
         await self.send(head)
         while sent < count:
@@ -269,17 +281,20 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _cached(fd: int, offset: int, count: int, room: int) -> bytearray | None:
-    """`room` bytes for the head and the range behind them, when the page cache has all of it: no wait for a disk."""
-    data = bytearray(room + count)
+def _is_cached(fd: int, offset: int, count: int) -> bool:
+    """Whether bytes at some places of the range can be read without waiting: then the rest very likely can, too."""
+    probe = bytearray(1)
+    step = max(1, count // _PROBES)
     try:
-        got = os.preadv(fd, [memoryview(data)[room:]], offset, os.RWF_NOWAIT) if count else 0
-    except OSError:  # not cached, or a file system without RWF_NOWAIT
-        return None
-    return data if got == count else None
+        return all(
+            os.preadv(fd, [probe], place, os.RWF_NOWAIT)
+            for place in (*range(offset, offset + count, step), offset + count - 1)
+        )
+    except OSError:  # not cached, or a file system that cannot tell
+        return False
 
 
-def _push(sock: socket.socket, fd: int, offset: int, count: int) -> tuple[int, bool]:
+def _push(sock: socket.socket, fd: int, offset: int, count: int, patience: int = _PATIENCE_MS) -> tuple[int, bool]:
     """Send up to a turn's bytes; (how many, whether the peer was slow)."""
     wanted, sent = min(count, _TURN), 0
     poll: select.poll | None = None
@@ -287,10 +302,12 @@ def _push(sock: socket.socket, fd: int, offset: int, count: int) -> tuple[int, b
         try:
             moved = os.sendfile(sock.fileno(), fd, offset + sent, wanted - sent)
         except BlockingIOError:
+            if not patience:
+                return sent, True
             if poll is None:
                 poll = select.poll()
                 poll.register(sock, select.POLLOUT)
-            if not poll.poll(_PATIENCE_MS):
+            if not poll.poll(patience):
                 return sent, True
             continue
         if moved == 0:

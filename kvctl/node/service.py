@@ -220,7 +220,7 @@ class Service:
                 await self._send(exchange, status, b"", headers)
                 return
             head = self._head(exchange, status, length, headers)
-            await exchange.channel.send_file(head, fd, offset, length)
+            await exchange.channel.send_file(head, fd, offset, length, in_memory=self._tree.in_memory)
             self._metrics.sent += length
         finally:
             os.close(fd)

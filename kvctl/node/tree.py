@@ -35,6 +35,7 @@ from kvctl.transports.keys import check_key
 TEMP_SUFFIX: Final = ".kvctl-tmp"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block the open
+_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _NAME_BYTES: Final = 255
 _KEY_BYTES: Final = 1024  # as S3
 
@@ -92,6 +93,7 @@ class Tree:
             self._root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as problem:
             raise EnvError(f"cannot serve {root}", cause=problem.strerror, hint="name an existing directory") from None
+        self.in_memory = _file_system(os.fstat(self._root).st_dev) in _MEMORY
         self._stamp = threading.Lock()
         self._last_ns = 0
 
@@ -252,6 +254,20 @@ class Draft:
         if self._temp is not None:
             with contextlib.suppress(OSError), self._tree._folder(self._parts[:-1]) as folder:
                 os.unlink(self._temp, dir_fd=folder)
+
+
+def _file_system(device: int) -> str:
+    """The type of the file system with this device number, as the kernel calls it; empty when it is not listed."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                fields = line.split()
+                if fields[2] == wanted:
+                    return fields[fields.index("-") + 1]
+    except OSError:
+        pass
+    return ""
 
 
 def _as_write_error(problem: OSError, key: str) -> KvctlError:

@@ -38,16 +38,29 @@ class NodeProcess:
         keys: bool = True,
         port: int = 0,
         data: str | None = None,
+        verbose: bool = False,
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
     ) -> NodeProcess:
         """Starts `kvctl node serve` and returns when it listens. With `keys` False all of loopback may do anything.
+        `verbose`: each request is in the log, which costs time.
         `wrapper`: a command to run it under. Raises EnvError with its log.
         """
         place = data or os.path.join(folder, "data")
         os.makedirs(place, exist_ok=True)
         master = _master_key(os.path.join(folder, "master.key")) if keys else None
-        command = [*wrapper, sys.executable, "-m", "kvctl", "-o", "jsonl", "-v", "node", "serve", place]
+        command = [
+            *wrapper,
+            sys.executable,
+            "-m",
+            "kvctl",
+            "-o",
+            "jsonl",
+            *(["-v"] if verbose else []),
+            "node",
+            "serve",
+            place,
+        ]
         command += ["--listen", f"127.0.0.1:{port}", *arguments]
         command += (
             ["--key-file", os.path.join(folder, "master.key")] if keys else ["--allow-unauthenticated=127.0.0.0/8"]
