@@ -209,7 +209,8 @@ class Fetch:
             return 0, 0, place.raw
         width = slot.k_row if place.part == "k" else slot.v_row
         low = max(header.blocks[place.block].start, slot.start)
-        high = min(header.blocks[place.end_block - 1].end, self._tokens)
+        # the pack may go on with blocks of another session's chain
+        high = min(header.blocks[place.end_block - 1].end, row.end, self._tokens)
         heads = min(place.end_head, slot.first_head + slot.heads) - max(place.head, slot.first_head)
         return low, high, max(0, high - low) * heads * width
 

@@ -222,3 +222,19 @@ def test_listing_is_rebuilt_from_the_store(repo: tuple[StoreConfig, ...], ctx: C
     assert listed.bytes == two.bytes
     with Repo.open(repo, ctx) as opened:
         assert len(opened.list_meta("ns/")) == 1
+
+
+def test_what_follows_in_a_shared_pack_is_not_taken(ctx: Context) -> None:
+    """The pack goes on with another session's blocks in the very fragment that is needed; the own ones are small, so
+    that they arrive first.
+    """
+    repo = make_repo(mem_stores(1), ctx)
+    tokens = some_tokens(137)
+    push(repo, "alice/chat", tokens, ctx)
+    fork = tokens[:135] + some_tokens(60, seed=1)
+    assert push(repo, "alice/fork", fork, ctx).extra["tokens_shared"] == 128
+    for _ in range(10):
+        sink = MemorySink()
+        pull_session(PullSession(repo, "alice/fork", sink, tokens=fork), ctx)
+        check_sink(sink, descriptor(), fork, 195)
+        sink.close()
