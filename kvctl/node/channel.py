@@ -43,33 +43,37 @@ class Channel(ABC):
     def __init__(self, peer: str, limits: Limits, pool: Executor) -> None:
         self.peer = peer
         self.idle_since: float | None = None  # monotonic; while no request is being answered
+        # monotonic; when it passes the server's watch aborts the channel: a timer per request would cost more
+        self.deadline: float | None = None
         self._limits = limits
         self._pool = pool
         self._rest = b""
 
     async def read_head(self) -> bytes | None:
-        """The next request's head with its empty line; None when the peer has gone. Raises TimeoutError or
-        HttpError (431).
+        """The next request's head with its empty line; None when the peer has gone or was too slow (`deadline`).
+        Raises OSError or HttpError (431).
         """
         data = self._rest.lstrip(b"\r\n")  # RFC 9112: empty lines before a request are skipped, here and below
         if not data:
             self.idle_since = time.monotonic()
-            async with asyncio.timeout(self._limits.idle_seconds):
-                data = await self._receive(_FIRST)
+            self.deadline = self.idle_since + self._limits.idle_seconds
+            data = await self._receive(_FIRST)
             self.idle_since = None
             if not data:
                 return None
-        data = data.lstrip(b"\r\n")
-        async with asyncio.timeout(self._limits.head_seconds):
+            data = data.lstrip(b"\r\n")
+        if (end := data.find(b"\r\n\r\n")) < 0:
+            self.deadline = time.monotonic() + self._limits.head_seconds
             while (end := data.find(b"\r\n\r\n")) < 0:
                 if len(data) > self._limits.head:
-                    self._rest = b""
-                    raise HttpError(431, "head_too_large", f"more than {self._limits.head} bytes of head", close=True)
+                    break
                 more = await self._receive(_FIRST)
                 if not more:
                     return None
                 data = (data + more).lstrip(b"\r\n")
-        if end + 4 > self._limits.head:
+        self.deadline = None
+        if end < 0 or end + 4 > self._limits.head:
+            self._rest = b""
             raise HttpError(431, "head_too_large", f"more than {self._limits.head} bytes of head", close=True)
         self._rest = data[end + 4 :]
         return data[: end + 4]
@@ -166,8 +170,13 @@ class PlainChannel(Channel):
         return await self._loop.sock_recv(self._sock, limit)
 
     async def send(self, data: bytes | bytearray) -> None:
-        async with asyncio.timeout(self._limits.stall_seconds):
-            await self._loop.sock_sendall(self._sock, data)
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            async with asyncio.timeout(self._limits.stall_seconds):
+                await self._loop.sock_sendall(self._sock, memoryview(data)[sent:])
 
     async def _send_file(self, head: bytes, fd: int, offset: int, count: int, *, inline: bool) -> None:
         started, sent = time.monotonic(), 0

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -27,6 +28,7 @@ from kvctl.core.errors import (
 
 _RANGE: Final = re.compile(r"^bytes=(?:(\d{1,19})-(\d{0,19})|-(\d{1,19}))$")
 _HEX_PAIRS: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_PHRASES: Final = {status.value: status.phrase for status in HTTPStatus}
 _STATUS_OF: Final[tuple[tuple[type[KvctlError], int], ...]] = (
     (ConflictError, 412), (NotFoundError, 404), (AuthError, 403), (CapacityError, 507), (TransientError, 503),
     (SizeMismatchError, 416), (IncompatibleError, 501), (UsageError, 400),
@@ -152,7 +154,8 @@ def answer_head(status: int, length: int, headers: Mapping[str, str] | None = No
     ending = "connection: close\r\n" if close else ""
     # RFC 9110: no length with 204
     size = "" if status == 204 else f"content-length: {length}\r\n"
-    text = f"HTTP/1.1 {status} {_phrase(status)}\r\nserver: kvctl\r\ndate: {http_date()}\r\n{extra}{size}{ending}\r\n"
+    line = f"HTTP/1.1 {status} {_PHRASES.get(status, 'Status')}"
+    text = f"{line}\r\nserver: kvctl\r\ndate: {http_date()}\r\n{extra}{size}{ending}\r\n"
     return text.encode("latin-1", "replace")
 
 
@@ -162,6 +165,11 @@ def error_body(error: HttpError) -> bytes:
 
 def http_date(seconds: float | None = None) -> str:
     """As HTTP writes a time, in English whatever the locale."""
+    return _date(int(time.time() if seconds is None else seconds))
+
+
+@lru_cache(maxsize=1024)
+def _date(seconds: int) -> str:
     moment = time.gmtime(seconds)
     day = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")[moment.tm_wday]
     month = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")[moment.tm_mon - 1]
@@ -180,14 +188,9 @@ def parse_version(text: str, header: str) -> str | None:
     return text[1:-1]
 
 
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Status"
-
-
 def _decode(raw: bytes) -> str:
+    if b"%" not in raw and raw.isascii():
+        return raw.decode("ascii")
     if _HEX_PAIRS.search(raw):
         raise HttpError(400, "key", "a broken percent escape")
     try:

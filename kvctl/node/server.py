@@ -28,6 +28,7 @@ _BACKLOG: Final = 1024
 _SPARE_FDS: Final = 128
 _REFUSALS: Final = 32  # answered at once beyond the limit; more are closed without a word
 _TLS_SECONDS: Final = 10.0
+_WATCH_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class _Node:
             host, port = listener.getsockname()[:2]
             ready(self._describe(host, port))
             accepting = asyncio.create_task(self._accept(listener))
+            watching = asyncio.create_task(self._watch())
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
             accepting.cancel()
@@ -150,6 +152,7 @@ class _Node:
         try:
             return await self._drain(again)
         finally:
+            watching.cancel()
             self._pool.shutdown(wait=True)
             if self._rdma_pool is not None:
                 self._rdma_pool.shutdown(wait=True)
@@ -181,6 +184,17 @@ class _Node:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             _keep(self._opening, asyncio.create_task(self._open(sock, str(address[0]))))
+
+    async def _watch(self) -> None:
+        """End connections whose deadline has passed."""
+        pause = min(_WATCH_SECONDS, self._limits.head_seconds / 2, self._limits.idle_seconds / 2)
+        while True:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            for channel in list(self._channels):
+                if channel.deadline is not None and channel.deadline < now:
+                    channel.deadline = channel.idle_since = None
+                    channel.abort()
 
     async def _open(self, sock: socket.socket, peer: str) -> None:
         try:

@@ -159,7 +159,6 @@ class Service:
         else:
             # Scality's clients leave `/v1` out
             key = request.path.removeprefix(_ROOT) if request.path.startswith(_ROOT) else request.path[1:]
-            check_name(key)
             await self._object(exchange, key)
 
     async def _health(self, exchange: _Exchange) -> None:
@@ -181,6 +180,7 @@ class Service:
         self._guard.check(asked, exchange.channel.peer, token, need=need, key=key, folder=folder, once=once)
 
     async def _object(self, exchange: _Exchange, key: str) -> None:
+        check_name(key)
         method = exchange.request.method
         if method == "HEAD":
             self._check(exchange, "ro", key)
@@ -325,7 +325,7 @@ class Service:
 
 def _rdma_token(request: Request) -> tuple[str, Dialect]:
     """The token and its dialect; an empty one where there is none. Raises HttpError for both dialects at once."""
-    scal, s3 = (request.get(name) for name in RDMA_HEADERS)
+    scal, s3 = request.get(RDMA_HEADERS[0]), request.get(RDMA_HEADERS[1])
     if scal and s3:
         raise HttpError(400, "rdma", "two RDMA tokens")
     return (s3, "s3") if s3 else (scal, "scal")

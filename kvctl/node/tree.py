@@ -57,9 +57,10 @@ def stat_of(status: os.stat_result) -> Stat:
 def check_name(key: str) -> list[str]:
     """The parts of a key that can be a file here. Raises UsageError."""
     parts = check_key(key).split("/")
-    if len(key.encode()) > _KEY_BYTES:
-        raise UsageError(f"a key of {len(key.encode())} bytes", hint=f"at most {_KEY_BYTES}")
-    if any(len(part.encode()) > _NAME_BYTES for part in parts):
+    size = len(key.encode())
+    if size > _KEY_BYTES:
+        raise UsageError(f"a key of {size} bytes", hint=f"at most {_KEY_BYTES}")
+    if size > _NAME_BYTES and any(len(part.encode()) > _NAME_BYTES for part in parts):
         raise UsageError(f"{key!r} is not a key here: a part has more than {_NAME_BYTES} bytes")
     if parts[-1].endswith(TEMP_SUFFIX):
         raise UsageError(f"{key!r} is not a key: {TEMP_SUFFIX} is for files being written")
@@ -134,8 +135,17 @@ class Tree:
             return self._walk_open(resolved[len(prefix) :].split("/"))
 
     def _walk_open(self, parts: list[str]) -> int:
-        with self._folder(parts[:-1]) as folder:
-            return os.open(parts[-1], _FILE, dir_fd=folder)
+        current = self._root  # as `_folder` does, for the many reads without its generator
+        try:
+            for part in parts[:-1]:
+                inner = os.open(part, _FOLDER, dir_fd=current)
+                if current != self._root:
+                    os.close(current)
+                current = inner
+            return os.open(parts[-1], _FILE, dir_fd=current)
+        finally:
+            if current != self._root:
+                os.close(current)
 
     @contextlib.contextmanager
     def _folder(self, parts: list[str], *, create: bool = False) -> Iterator[int]:

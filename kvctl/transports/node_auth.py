@@ -17,6 +17,7 @@ import secrets
 import stat
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from kvctl.core.errors import AuthError, ConfigError
@@ -184,14 +185,19 @@ def read_key_file(path: str) -> list[MasterKey | ScopedKey]:
 
 def _frame(*parts: str) -> bytes:
     """Length-prefixed, so that no two different lists of parts are the same bytes."""
-    encoded = [part.encode("utf-8", "surrogateescape") for part in parts]
-    return b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
+    out = b""
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape")
+        out += len(data).to_bytes(4, "little") + data
+    return out
 
 
+@lru_cache(maxsize=1024)
 def _encode(text: str) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
+@lru_cache(maxsize=1024)
 def _decode(text: str) -> str:
     try:
         found = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()

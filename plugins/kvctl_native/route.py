@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import quote
 
 from kvctl.transports.node_auth import TOKEN_HEADER, Asked
@@ -9,6 +10,7 @@ from kvctl.transports.wire import Connection
 from kvctl_native.settings import NodeAccess, Place
 
 
+@lru_cache(maxsize=4096)
 def encode_key(key: str) -> str:
     """A key as it stands in a target."""
     return quote(key, safe="/-._~")
