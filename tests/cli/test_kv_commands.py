@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from kvctl.kv.bundle import read_bundle
@@ -14,6 +16,7 @@ from tests.cli.inside import program_inside
 from tests.cli.kv_files import PER_TOKEN, WEIGHTS, bundle_at, other_weights, tokens_of
 from tests.cli.program import PROGRAM, Kvctl
 
+SCHEMA = json.loads(files("kvctl.cli").joinpath("schemas/report.schema.json").read_text(encoding="utf-8"))
 CONFIG = 'default_repo = "a"\n' + "".join(f'[[repos.{name}.stores]]\nurl = "./{name}"\n' for name in "ab")
 
 
@@ -58,6 +61,8 @@ def test_a_bundle_comes_back_as_it_was(kvctl: Kvctl, lab: Path) -> None:
     assert done.document["bytes"] == 130 * PER_TOKEN
     assert done.document["verified"]["state"] != "none"
     assert "usable 130 of 130 tokens" in done.err
+    jsonschema.validate(done.document, SCHEMA)
+    assert (lab / "back.safetensors").read_bytes() == (lab / "0-130.safetensors").read_bytes()
     with read_bundle(str(lab / "back.safetensors")) as bundle:
         assert bundle.token_ids == tokens_of(130)
 
