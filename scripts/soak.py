@@ -77,12 +77,13 @@ def pytest_with(arguments: Callable[[int], Iterable[str]]) -> Callable[[int, int
     return soak
 
 
+HYPOTHESIS = ("tests/weights", "tests/repo/test_repo_pure.py", "tests/cases/test_any_model.py")
 SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "kill-push-weights": (kills("push-weights"), 50),
     "kill-load-weights": (kills("load-weights"), 50),
     "kill-gc": (kills("gc"), 50),
     "hypothesis": (
-        pytest_with(lambda seed: ["tests/weights", "tests/repo/test_repo_pure.py", f"--hypothesis-seed={seed}"]), 20,
+        pytest_with(lambda seed: [*HYPOTHESIS, f"--hypothesis-seed={seed}"]), 20,
     ),
     "gc-interleavings": (pytest_with(lambda _: ["-m", "slow", "tests/repo/test_gc_interleavings.py"]), 1),
     "slow-endpoint": (pytest_with(lambda _: ["tests/cases/test_slow_endpoint.py"]), 20),
