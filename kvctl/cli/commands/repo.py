@@ -248,14 +248,16 @@ def gc(
     # Any: as S3Flags takes them
     **s3: Any,
 ) -> None:
-    """Free what no model, lease or running push uses: garbage is condemned now, and deleted by a run after the
-    grace period. Needs every member; interrupting it is safe.
+    """Free what no model, session, lease or running push uses: garbage is condemned now, and deleted by a run after the
+    grace period. KV packs of which less than half is used are made anew, smaller. Needs every member; interrupting it
+    is safe.
     """
     from kvctl.core.units import format_seconds
 
     app = current()
     stores = app.repo(S3Flags(**s3))
 
+    from kvctl.kv.repacking import repack_sessions
     from kvctl.repo.admin import gc_repo
     from kvctl.repo.gc import GRACE, GcOptions
 
@@ -264,7 +266,9 @@ def gc(
         app.confirm(
             f"a grace period of {format_seconds(wait)} takes chunks away from loads that run longer; go on?", yes=yes
         )
-    options = GcOptions(grace=wait, max_seconds=max_time, max_deletes=max_deletes, dry_run=dry_run)
+    options = GcOptions(
+        grace=wait, max_seconds=max_time, max_deletes=max_deletes, dry_run=dry_run, repacker=repack_sessions
+    )
     with app.running() as ctx:
         result = gc_repo(stores, ctx, options).to_json()
     app.output.result(result, lambda: render(result))
