@@ -45,6 +45,21 @@ def deepseek() -> Model:
     )  # fmt: skip
 
 
+def deepseek_v32() -> Model:
+    """MLA with an indexer."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    return DeepseekV32ForCausalLM(
+        DeepseekV32Config(
+            vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, kv_lora_rank=32,
+            q_lora_rank=24, qk_rope_head_dim=16, v_head_dim=16, qk_nope_head_dim=16, n_group=2, topk_group=1,
+            num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=512, index_head_dim=32,
+            index_n_heads=2, index_topk=16,
+        )
+    )  # fmt: skip
+
+
 def qwen3_next() -> Model:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -62,6 +77,7 @@ SHAPES: dict[str, Callable[[], Model]] = {
     "llama": llama,
     "gemma3": gemma3,
     "deepseek": deepseek,
+    "deepseek_v32": deepseek_v32,
     "qwen3_next": qwen3_next,
 }
 

@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 150  # more than gemma's window, and no whole block
 CASES = [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32"), ("deepseek", "float32"),
          ("qwen3_next", "bfloat16")]  # fmt: skip
+if hasattr(transformers, "DeepseekV32Config"):  # the newest shape, which older releases lack
+    CASES.append(("deepseek_v32", "float32"))
 
 
 @dataclass
@@ -71,7 +73,7 @@ def cache_size(cache: Any) -> int:
     """Bytes of keys, values and states of one sequence, as transformers holds them."""
     size = 0
     for layer in cache.layers:
-        found = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        found = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
         for name in ("conv_states", "recurrent_states"):
             found += list((getattr(layer, name, None) or {}).values())
         size += sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
