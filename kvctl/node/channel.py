@@ -17,15 +17,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from kvctl.node.messages import HttpError
 from kvctl.node.settings import Limits
 
 T = TypeVar("T")
+# Given bytes that are one whole head, answers them without waiting for anything. later: nothing was sent; begun: the
+# rest of the answer has to be waited for.
+Outcome = Literal["later", "done", "begun"]
+Quick = Callable[[bytes], Outcome]
 
 _FIRST: Final = 8192
-_SMALL: Final = 128 << 10  # up to here a copy with the head is cheaper than another system call
+SMALL: Final = 128 << 10  # up to here a copy with the head is cheaper than another system call
 _INLINE: Final = 8 << 20  # up to here the event loop sends what is cached: a thread costs two hand-overs
 _PROBES: Final = 8
 _BUFFER: Final = 1 << 20
@@ -49,16 +53,17 @@ class Channel(ABC):
         self._pool = pool
         self._rest = b""
 
-    async def read_head(self) -> bytes | None:
-        """The next request's head with its empty line; None when the peer has gone or was too slow (`deadline`).
-        Raises OSError or HttpError (431).
+    async def read_head(self, quick: Quick | None = None) -> bytes | None:
+        """The next request's head with its empty line; None when the peer has gone, was too slow (`deadline`), or
+        `quick`, which may answer requests at once while this waits, has begun an answer. Raises OSError or HttpError
+        (431).
         """
         data = self._rest.lstrip(b"\r\n")  # RFC 9112: empty lines before a request are skipped, here and below
         if not data:
             self.idle_since = time.monotonic()
             self.deadline = self.idle_since + self._limits.idle_seconds
-            data = await self._receive(_FIRST)
-            self.idle_since = None
+            data = await self._wait(quick)
+            self.idle_since = self.deadline = None
             if not data:
                 return None
             data = data.lstrip(b"\r\n")
@@ -118,15 +123,11 @@ class Channel(ABC):
         """`head`, then `count` bytes of the file. `in_memory`: its file system never waits for a disk. Raises OSError,
         TimeoutError or TruncatedError.
         """
-        warm = in_memory or (count <= _INLINE and _is_cached(fd, offset, count))
-        if warm and count <= _SMALL:
-            data = bytearray(len(head) + count)
-            data[: len(head)] = head
-            if count and os.preadv(fd, [memoryview(data)[len(head) :]], offset) != count:
-                raise TruncatedError
-            await self.send(data)
+        warm = is_warm(fd, offset, count, in_memory=in_memory)
+        if warm and count <= SMALL:
+            await self.send(with_body(head, fd, offset, count))
             return
-        await self._send_file(head, fd, offset, count, inline=warm and count <= _INLINE)
+        await self._send_file(head, fd, offset, count, inline=warm)
 
     async def receive_file(self, fd: int, count: int) -> int:
         """The body into the file from its start; the bytes that came, fewer when the peer went away."""
@@ -134,6 +135,10 @@ class Channel(ABC):
         if data:
             await self.in_thread(lambda: _write_all(fd, memoryview(data), 0))
         return len(data) + await self._receive_file(fd, len(data), count - len(data)) if count > len(data) else count
+
+    async def _wait(self, quick: Quick | None) -> bytes:
+        """The first bytes of a request that `quick` did not answer."""
+        return await self._receive(_FIRST)
 
     @abstractmethod
     async def _receive(self, limit: int) -> bytes: ...
@@ -169,6 +174,57 @@ class PlainChannel(Channel):
     async def _receive(self, limit: int) -> bytes:
         return await self._loop.sock_recv(self._sock, limit)
 
+    async def _wait(self, quick: Quick | None) -> bytes:
+        """One registration with the selector for a run of quick requests: switching tasks costs more than the work."""
+        if quick is None:
+            return await self._receive(_FIRST)
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        number = self._sock.fileno()
+        self._loop.add_reader(number, self._on_readable, quick, future)
+        try:
+            return await future
+        finally:
+            self._loop.remove_reader(number)
+
+    def _on_readable(self, quick: Quick, future: asyncio.Future[bytes]) -> None:
+        if future.done():
+            return
+        try:
+            data = self._sock.recv(_FIRST)
+            if data and data.find(b"\r\n\r\n") == len(data) - 4:
+                outcome = quick(data)
+                if outcome == "done":
+                    self.idle_since = time.monotonic()
+                    self.deadline = self.idle_since + self._limits.idle_seconds
+                    return
+                if outcome == "begun":
+                    data = b""
+        except BlockingIOError:
+            return
+        except Exception as problem:  # belongs to the task that waits
+            future.set_exception(problem)
+            return
+        future.set_result(data)
+
+    def try_send(self, data: bytearray, fd: int, offset: int, count: int) -> int:
+        """Send `data`, then `count` bytes of the file, as far as they go without waiting; returns the bytes sent,
+        0 when the peer takes none now. Raises OSError or TruncatedError.
+        """
+        try:
+            sent = self._sock.send(data, socket.MSG_MORE if count else 0)
+        except BlockingIOError:
+            return 0
+        if sent == len(data) and count:
+            sent += _push(self._sock, fd, offset, count, patience=0)[0]
+        return sent
+
+    async def send_rest(self, data: bytearray, fd: int, offset: int, count: int, sent: int) -> None:
+        """What `try_send` left, the same arguments and what it returned. Raises as `send_file`."""
+        if sent < len(data):
+            await self.send(data[sent:])
+            sent = len(data)
+        await self._send_body(fd, offset, count, sent - len(data), inline=True)
+
     async def send(self, data: bytes | bytearray) -> None:
         try:
             sent = self._sock.send(data)
@@ -179,8 +235,11 @@ class PlainChannel(Channel):
                 await self._loop.sock_sendall(self._sock, memoryview(data)[sent:])
 
     async def _send_file(self, head: bytes, fd: int, offset: int, count: int, *, inline: bool) -> None:
-        started, sent = time.monotonic(), 0
         await self._send_more(head)
+        await self._send_body(fd, offset, count, 0, inline=inline)
+
+    async def _send_body(self, fd: int, offset: int, count: int, sent: int, *, inline: bool) -> None:
+        started = time.monotonic()
         while sent < count:
             if inline:
                 moved, slow = _push(self._sock, fd, offset + sent, count - sent, patience=0)
@@ -288,6 +347,20 @@ class TlsChannel(Channel):
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def is_warm(fd: int, offset: int, count: int, *, in_memory: bool) -> bool:
+    """Whether the event loop may send this range itself: it is not large, and no disk has to be waited for."""
+    return count <= _INLINE and (in_memory or count == 0 or _is_cached(fd, offset, count))
+
+
+def with_body(head: bytes, fd: int, offset: int, count: int) -> bytearray:
+    """The head and the range behind it. Raises TruncatedError."""
+    data = bytearray(len(head) + count)
+    data[: len(head)] = head
+    if count and os.preadv(fd, [memoryview(data)[len(head) :]], offset) != count:
+        raise TruncatedError
+    return data
 
 
 def _is_cached(fd: int, offset: int, count: int) -> bool:

@@ -9,13 +9,14 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvctl.core.errors import ConfigError, EnvError, InterruptedRunError, UsageError
-from kvctl.node.channel import Channel, PlainChannel, TlsChannel, TruncatedError
+from kvctl.node.channel import Channel, PlainChannel, Quick, TlsChannel, TruncatedError
 from kvctl.node.guard import Guard
 from kvctl.node.messages import HttpError, answer_head, error_body, parse_request
 from kvctl.node.metrics import Metrics
@@ -235,12 +236,22 @@ class _Node:
             self._metrics.connections = len(self._channels)
 
     async def _one(self, channel: Channel) -> bool:
-        """Serve one request; whether another may follow."""
+        """Serve one request (and the quick ones before it); whether another may follow."""
+        started: list[Coroutine[None, None, bool]] = []
+        quick: Quick | None = None
+        if isinstance(channel, PlainChannel):
+            quick = partial(self._service.quick, channel=channel, later=started.append)
         try:
-            head = await channel.read_head()
+            head = await channel.read_head(quick)
+            if started:
+                return await started.pop()
             if head is None:
                 return False
             request = parse_request(head, self._limits.headers)
+        except asyncio.CancelledError:
+            for begun in started:
+                begun.close()
+            raise
         except HttpError as problem:
             self._metrics.refusals[problem.code] += 1
             body = error_body(problem)

@@ -84,7 +84,7 @@ class ScopedKey:
         """A token for one request, good for `life` seconds."""
         moment = time.time() if now is None else now
         expiry = int(moment) + life
-        nonce = f"{int(moment * 1000):x}-{secrets.token_hex(12)}"
+        nonce = f"{int(moment * 1000):x}-{os.urandom(12).hex()}"
         scope = f"{self.rights}:{_encode(self.prefix)}"
         mac = token_mac(self.secret, asked, expiry, nonce)
         return f"v1.{self.key_id}.{expiry}.{nonce}.{scope}.{mac}"
@@ -119,7 +119,19 @@ class MasterKey:
 
 def token_mac(secret: bytes, asked: Asked, expiry: int, nonce: str) -> str:
     parts = (asked.method, asked.target, asked.range, asked.if_match, asked.if_none_match, asked.rdma)
-    return hmac.digest(secret, _frame("kvctl-node token v1", *parts, str(expiry), nonce), "sha256").hex()
+    inner, outer = (state.copy() for state in _hmac_states(secret))
+    inner.update(_frame("kvctl-node token v1", *parts, str(expiry), nonce))
+    outer.update(inner.digest())
+    return outer.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _hmac_states(secret: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
+    """HMAC-SHA256 (RFC 2104) up to where the message comes in: setting it up anew costs ten times the hashing of a
+    token's few bytes.
+    """
+    block = secret.ljust(64, b"\0")
+    return hashlib.sha256(bytes(byte ^ 0x36 for byte in block)), hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
 
 
 def parse_token(text: str) -> Token | None:
