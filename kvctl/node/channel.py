@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Final, Literal, TypeVar
 
+from kvctl.node.bodies import BUFFER, SMALL, TruncatedError, is_warm, pull, push, with_body, write_all
 from kvctl.node.messages import HttpError
 from kvctl.node.settings import Limits
 
@@ -29,16 +28,6 @@ Outcome = Literal["later", "done", "begun"]
 Quick = Callable[[bytes], Outcome]
 
 _FIRST: Final = 8192
-SMALL: Final = 128 << 10  # up to here a copy with the head is cheaper than another system call
-_INLINE: Final = 8 << 20  # up to here the event loop sends what is cached: a thread costs two hand-overs
-_PROBES: Final = 8
-_BUFFER: Final = 1 << 20
-_TURN: Final = 64 << 20  # bytes that one turn of a thread moves at most
-_PATIENCE_MS: Final = 5  # how long a thread waits for a peer before it goes back
-
-
-class TruncatedError(Exception):
-    """The file ended before the bytes that were promised: only closing the connection tells it."""
 
 
 class Channel(ABC):
@@ -107,7 +96,7 @@ class Channel(ABC):
         count -= len(data)
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(self._limits.linger_seconds):
-                while count > 0 and (data := await self._receive(min(count, _BUFFER))):
+                while count > 0 and (data := await self._receive(min(count, BUFFER))):
                     count -= len(data)
         return count
 
@@ -133,7 +122,7 @@ class Channel(ABC):
         """The body into the file from its start; the bytes that came, fewer when the peer went away."""
         data, self._rest = self._rest[:count], self._rest[count:]
         if data:
-            await self.in_thread(lambda: _write_all(fd, memoryview(data), 0))
+            await self.in_thread(lambda: write_all(fd, memoryview(data), 0))
         return len(data) + await self._receive_file(fd, len(data), count - len(data)) if count > len(data) else count
 
     async def _wait(self, quick: Quick | None) -> bytes:
@@ -215,7 +204,7 @@ class PlainChannel(Channel):
         except BlockingIOError:
             return 0
         if sent == len(data) and count:
-            sent += _push(self._sock, fd, offset, count, patience=0)[0]
+            sent += push(self._sock, fd, offset, count, patience=0)[0]
         return sent
 
     async def send_rest(self, data: bytearray, fd: int, offset: int, count: int, sent: int) -> None:
@@ -242,9 +231,9 @@ class PlainChannel(Channel):
         started = time.monotonic()
         while sent < count:
             if inline:
-                moved, slow = _push(self._sock, fd, offset + sent, count - sent, patience=0)
+                moved, slow = push(self._sock, fd, offset + sent, count - sent, patience=0)
             else:
-                moved, slow = await self.in_thread(lambda: _push(self._sock, fd, offset + sent, count - sent))  # noqa: B023
+                moved, slow = await self.in_thread(lambda: push(self._sock, fd, offset + sent, count - sent))  # noqa: B023
             sent += moved
             if slow:
                 await self._ready(self._loop.add_writer, self._loop.remove_writer, self._allowed(started, sent))
@@ -261,7 +250,7 @@ class PlainChannel(Channel):
     async def _receive_file(self, fd: int, offset: int, count: int) -> int:
         started, got, ended = time.monotonic(), 0, False
         while got < count and not ended:
-            moved, ended = await self.in_thread(lambda: _pull(self._sock, fd, offset + got, count - got))  # noqa: B023
+            moved, ended = await self.in_thread(lambda: pull(self._sock, fd, offset + got, count - got))  # noqa: B023
             got += moved
             if got < count and not ended:
                 await self._ready(self._loop.add_reader, self._loop.remove_reader, self._allowed(started, got))
@@ -311,7 +300,7 @@ class TlsChannel(Channel):
         started, sent = time.monotonic(), 0
         await self.send(head)
         while sent < count:
-            wanted = min(_BUFFER, count - sent)
+            wanted = min(BUFFER, count - sent)
             data = await self.in_thread(lambda: os.pread(fd, wanted, offset + sent))  # noqa: B023
             if not data:
                 raise TruncatedError
@@ -324,10 +313,10 @@ class TlsChannel(Channel):
         started, got = time.monotonic(), 0
         while got < count:
             async with asyncio.timeout(self._allowed(started, got)):
-                data = await self._reader.read(min(_BUFFER, count - got))
+                data = await self._reader.read(min(BUFFER, count - got))
             if not data:
                 break
-            await self.in_thread(lambda: _write_all(fd, memoryview(data), offset + got))  # noqa: B023
+            await self.in_thread(lambda: write_all(fd, memoryview(data), offset + got))  # noqa: B023
             got += len(data)
         return got
 
@@ -347,91 +336,3 @@ class TlsChannel(Channel):
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def is_warm(fd: int, offset: int, count: int, *, in_memory: bool) -> bool:
-    """Whether the event loop may send this range itself: it is not large, and no disk has to be waited for."""
-    return count <= _INLINE and (in_memory or count == 0 or _is_cached(fd, offset, count))
-
-
-def with_body(head: bytes, fd: int, offset: int, count: int) -> bytearray:
-    """The head and the range behind it. Raises TruncatedError."""
-    data = bytearray(len(head) + count)
-    data[: len(head)] = head
-    if count and os.preadv(fd, [memoryview(data)[len(head) :]], offset) != count:
-        raise TruncatedError
-    return data
-
-
-def _is_cached(fd: int, offset: int, count: int) -> bool:
-    """Whether bytes at some places of the range can be read without waiting: then the rest very likely can, too."""
-    probe = bytearray(1)
-    step = max(1, count // _PROBES)
-    try:
-        return all(
-            os.preadv(fd, [probe], place, os.RWF_NOWAIT)
-            for place in (*range(offset, offset + count, step), offset + count - 1)
-        )
-    except OSError:  # not cached, or a file system that cannot tell
-        return False
-
-
-def _push(sock: socket.socket, fd: int, offset: int, count: int, patience: int = _PATIENCE_MS) -> tuple[int, bool]:
-    """Send up to a turn's bytes; (how many, whether the peer was slow)."""
-    wanted, sent = min(count, _TURN), 0
-    poll: select.poll | None = None
-    while sent < wanted:
-        try:
-            moved = os.sendfile(sock.fileno(), fd, offset + sent, wanted - sent)
-        except BlockingIOError:
-            if not patience:
-                return sent, True
-            if poll is None:
-                poll = select.poll()
-                poll.register(sock, select.POLLOUT)
-            if not poll.poll(patience):
-                return sent, True
-            continue
-        if moved == 0:
-            raise TruncatedError
-        sent += moved
-    return sent, False
-
-
-class _Scratch(threading.local):
-    """A worker thread's buffer, made once."""
-
-    buffer: bytearray | None = None
-
-
-_SCRATCH: Final = _Scratch()
-
-
-def _pull(sock: socket.socket, fd: int, offset: int, count: int) -> tuple[int, bool]:
-    """Receive up to a turn's bytes into the file; (how many, whether the peer has ended)."""
-    if _SCRATCH.buffer is None:
-        _SCRATCH.buffer = bytearray(_BUFFER)
-    view = memoryview(_SCRATCH.buffer)
-    wanted, got = min(count, _TURN), 0
-    poll: select.poll | None = None
-    while got < wanted:
-        try:
-            moved = sock.recv_into(view[: min(_BUFFER, wanted - got)])
-        except BlockingIOError:
-            if poll is None:
-                poll = select.poll()
-                poll.register(sock, select.POLLIN)
-            if not poll.poll(_PATIENCE_MS):
-                return got, False
-            continue
-        if moved == 0:
-            return got, True
-        _write_all(fd, view[:moved], offset + got)
-        got += moved
-    return got, False
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)

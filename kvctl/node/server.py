@@ -16,7 +16,8 @@ from functools import partial
 from typing import Final
 
 from kvctl.core.errors import ConfigError, EnvError, InterruptedRunError, UsageError
-from kvctl.node.channel import Channel, PlainChannel, Quick, TlsChannel, TruncatedError
+from kvctl.node.bodies import TruncatedError
+from kvctl.node.channel import Channel, PlainChannel, Quick, TlsChannel
 from kvctl.node.guard import Guard
 from kvctl.node.messages import HttpError, answer_head, error_body, parse_request
 from kvctl.node.metrics import Metrics

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from kvctl.core.errors import KvctlError
 from kvctl.node import listing
-from kvctl.node.channel import SMALL, Channel, Outcome, PlainChannel, TruncatedError, is_warm, with_body
+from kvctl.node.answers import PAGE, check_version, headers_of, iso_time, parse_limit, part, rdma_token
+from kvctl.node.bodies import SMALL, TruncatedError, is_warm, with_body
+from kvctl.node.channel import Channel, Outcome, PlainChannel
 from kvctl.node.guard import Guard
 from kvctl.node.messages import (
     HttpError,
@@ -21,20 +22,17 @@ from kvctl.node.messages import (
     answer_head,
     as_http,
     error_body,
-    http_date,
-    parse_range,
     parse_request,
     parse_version,
 )
 from kvctl.node.metrics import CONTENT_TYPE, Metrics
 from kvctl.node.rdma_seam import Dialect, RdmaEngine, RdmaRequest
 from kvctl.node.settings import Limits
-from kvctl.node.tree import Draft, Stat, Tree, check_name
-from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, Rights
+from kvctl.node.tree import Draft, Tree, check_name
+from kvctl.transports.node_auth import TOKEN_HEADER, Asked, Rights
 
 _ROOT: Final = "/v1/"
 _QUICK: Final = b"GET /v1/"
-_PAGE: Final = 1000
 _SMALL_BODY: Final = 1 << 16
 _JSON: Final = {"content-type": "application/json"}
 _METHODS: Final = "GET, HEAD, PUT, DELETE"
@@ -176,7 +174,7 @@ class Service:
             request.get("range"),
             request.get("if-match"),
             request.get("if-none-match"),
-            _rdma_token(request)[0],
+            rdma_token(request)[0],
         )
         token = request.get(TOKEN_HEADER)
         self._guard.check(asked, exchange.channel.peer, token, need=need, key=key, folder=folder, once=once)
@@ -188,7 +186,7 @@ class Service:
             self._check(exchange, "ro", key)
             await self._send_stat(exchange, key)
         elif method == "GET":
-            token, _ = _rdma_token(exchange.request)
+            token, _ = rdma_token(exchange.request)
             self._check(exchange, "ro", key, once=bool(token))
             await self._get(exchange, key)
         elif method == "PUT":
@@ -202,14 +200,14 @@ class Service:
 
     async def _send_stat(self, exchange: _Exchange, key: str) -> None:
         found = self._tree.stat(key)
-        _check_version(exchange.request, key, found)
-        await exchange.channel.send(self._head(exchange, 200, found.size, _headers(found)))
+        check_version(exchange.request, key, found)
+        await exchange.channel.send(self._head(exchange, 200, found.size, headers_of(found)))
 
     async def _get(self, exchange: _Exchange, key: str) -> None:
         fd, found = self._tree.open(key)
         try:
-            status, offset, length, headers = _part(exchange.request, key, found)
-            token, dialect = _rdma_token(exchange.request)
+            status, offset, length, headers = part(exchange.request, key, found)
+            token, dialect = rdma_token(exchange.request)
             if token:
                 await self._send_rdma(exchange, key, fd, offset, length, token, dialect)
                 await self._send(exchange, status, b"", headers)
@@ -233,19 +231,14 @@ class Service:
         fd = -1
         try:
             request = parse_request(data, self._limits.headers)
-            if (
-                request.length
-                or not request.keep_alive
-                or not request.path.startswith(_ROOT)
-                or _rdma_token(request)[0]
-            ):
+            if request.length or not request.keep_alive or not request.path.startswith(_ROOT) or rdma_token(request)[0]:
                 return "later"
             exchange = _Exchange(request, channel, close=False)
             key = request.path.removeprefix(_ROOT)
             check_name(key)
             self._check(exchange, "ro", key)
             fd, found = self._tree.open(key)
-            status, offset, length, headers = _part(request, key, found)
+            status, offset, length, headers = part(request, key, found)
             if not is_warm(fd, offset, length, in_memory=self._tree.in_memory):
                 os.close(fd)
                 return "later"
@@ -317,7 +310,7 @@ class Service:
         version = parse_version(request.get("if-match"), "If-Match")
         if if_absent and version is not None:
             raise HttpError(400, "condition", "If-Match and If-None-Match together make no sense")
-        token, dialect = _rdma_token(request)
+        token, dialect = rdma_token(request)
         if token and request.length:
             raise HttpError(400, "body", "a PUT by RDMA has no body")
         if not token and "content-length" not in request.headers:
@@ -338,7 +331,7 @@ class Service:
             found = await channel.in_thread(lambda: draft.commit(if_absent=bool(if_absent), if_version=version))
         finally:
             draft.close()
-        await self._send(exchange, 200, b"", _headers(found, ranges=False))
+        await self._send(exchange, 200, b"", headers_of(found, ranges=False))
 
     async def _receive(self, exchange: _Exchange, draft: Draft, size: int) -> None:
         if exchange.request.get("expect").lower() == "100-continue":
@@ -379,15 +372,15 @@ class Service:
             query.pop("uploads")
             found = await channel.in_thread(lambda: listing.uploads(self._tree, prefix))
             document: dict[str, object] = {
-                "uploads": [{"id": item.ident, "key": item.key, "started": _iso(item.started_ns)} for item in found]
+                "uploads": [{"id": item.ident, "key": item.key, "started": iso_time(item.started_ns)} for item in found]
             }
         else:
             after = query.pop("after", "")
-            limit = _limit(query.pop("limit", str(_PAGE)))
+            limit = parse_limit(query.pop("limit", str(PAGE)))
             objects, more = await channel.in_thread(lambda: listing.page(self._tree, prefix, after, limit))
             document = {
                 "objects": [
-                    {"key": key, "size": item.size, "version": item.version, "modified": _iso(item.modified_ns)}
+                    {"key": key, "size": item.size, "version": item.version, "modified": iso_time(item.modified_ns)}
                     for key, item in objects
                 ],
                 "more": more,
@@ -395,46 +388,3 @@ class Service:
         if query:
             raise HttpError(400, "query", f"{min(query)[:40]!r} means nothing here")
         await self._send(exchange, 200, json.dumps(document).encode(), _JSON)
-
-
-def _rdma_token(request: Request) -> tuple[str, Dialect]:
-    """The token and its dialect; an empty one where there is none. Raises HttpError for both dialects at once."""
-    scal, s3 = request.get(RDMA_HEADERS[0]), request.get(RDMA_HEADERS[1])
-    if scal and s3:
-        raise HttpError(400, "rdma", "two RDMA tokens")
-    return (s3, "s3") if s3 else (scal, "scal")
-
-
-def _part(request: Request, key: str, found: Stat) -> tuple[int, int, int, dict[str, str]]:
-    """(status, offset, length, headers) of the answer to a GET. Raises HttpError 400, 412 or 416."""
-    _check_version(request, key, found)
-    span = parse_range(request.get("range"), found.size)
-    headers = _headers(found)
-    if span is None:
-        return 200, 0, found.size, headers
-    offset, length = span
-    headers["content-range"] = f"bytes {offset}-{offset + length - 1}/{found.size}"
-    return 206, offset, length, headers
-
-
-def _check_version(request: Request, key: str, found: Stat) -> None:
-    wanted = request.get("if-match")
-    if wanted and wanted != "*" and parse_version(wanted, "If-Match") != found.version:
-        raise HttpError(412, "conflict", f"{key} is at another version", headers={"etag": f'"{found.version}"'})
-
-
-def _headers(found: Stat, *, ranges: bool = True) -> dict[str, str]:
-    headers = {"etag": f'"{found.version}"', "last-modified": http_date(found.modified_ns // 1_000_000_000)}
-    if ranges:
-        headers |= {"accept-ranges": "bytes", "content-type": "application/octet-stream"}
-    return headers
-
-
-def _iso(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="microseconds")
-
-
-def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= _PAGE:
-        raise HttpError(400, "query", f"limit is a number from 1 to {_PAGE}")
-    return int(text)

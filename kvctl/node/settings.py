@@ -5,12 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from kvctl.core.errors import UsageError
-from kvctl.transports.node_auth import MasterKey
-
-DEFAULT_PORT: Final = 7780
+from kvctl.transports.node_auth import DEFAULT_PORT, MasterKey
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -1,4 +1,4 @@
-"""Keys and tokens of the storage node's protocol, for both ends. Pure but for `read_key_file` and randomness.
+"""Keys and tokens of the storage node's protocol (and its port), for both ends. Pure but for `read_key_file` and randomness.
 
 A node has a master key. Clients get scoped keys derived from it: rights (ro or rw) and a prefix of keys. Each
 request carries a token of its own, an HMAC under the scoped key over what the request asks for; the node derives
@@ -23,6 +23,8 @@ from typing import Final, Literal
 from kvctl.core.errors import AuthError, ConfigError
 
 Rights = Literal["ro", "rw"]
+
+DEFAULT_PORT: Final = 7780
 
 TOKEN_HEADER: Final = "x-kvctl-token"  # noqa: S105 - a header's name
 RDMA_HEADERS: Final = ("x-scal-rdma", "x-rdma-info")

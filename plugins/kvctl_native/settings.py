@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import ConfigError, EnvError, UsageError
-from kvctl.transports.node_auth import MasterKey, ScopedKey, read_key_file
+from kvctl.transports.node_auth import DEFAULT_PORT, MasterKey, ScopedKey, read_key_file
 
-DEFAULT_PORT: Final = 7780
 _KNOWN: Final = ("ca_bundle", "connect_timeout", "key_file", "timeout", "tls")
 
 
