@@ -74,6 +74,17 @@ def test_a_second_push_of_the_same_makes_no_generation(kvctl: Kvctl, lab: Path) 
     assert done.document["written"] == 0
 
 
+def test_a_dry_push_says_what_is_stored_already(kvctl: Kvctl, lab: Path) -> None:
+    made = bundle_at(lab / "longer.safetensors", 160)
+    before = sorted(path for path in (lab / "a").rglob("*") if path.is_file())
+    done = kvctl("kv", "push", f"bundle:{made}", "alice/chat", "-n", "-o", "json")
+    assert done.code == 0, done.err
+    assert done.document["generation"] == 3
+    assert (done.document["tokens"], done.document["tokens_shared"]) == (160, 128)
+    assert done.document["new_bytes"] == 32 * PER_TOKEN
+    assert sorted(path for path in (lab / "a").rglob("*") if path.is_file()) == before
+
+
 def test_pull_measures_and_keeps_nothing_by_default(kvctl: Kvctl, lab: Path) -> None:
     before = sorted(lab.iterdir())
     done = kvctl("kv", "pull", "bob/other")

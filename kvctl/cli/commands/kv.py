@@ -70,6 +70,7 @@ Examples:
         help="Bytes of KV per object.")  # fmt: skip
 @in_flight_option
 @rate_option
+@dry_run_option
 @key_option
 @s3_options
 def push(
@@ -84,6 +85,7 @@ def push(
     pack_size: int | None,
     max_in_flight: int | None,
     max_rate: int | None,
+    dry_run: bool,
     kv_key_file: str | None,
     **s3: Any,  # Any: as S3Flags takes them
 ) -> None:
@@ -112,6 +114,12 @@ def push(
             max_in_flight_bytes=max_in_flight,
             max_rate=max_rate,
         )
+        if dry_run:
+            from kvctl.kv.planning import plan_push
+
+            plan = plan_push(request, ctx).to_json()
+            app.output.result(plan, lambda: render(plan))
+            return
         report = push_session(request, ctx)
     report.source = report.source or source
     show_report(app, report)
