@@ -1,4 +1,5 @@
-"""Keys and tokens of the storage node's protocol (and its port), for both ends. Pure but for `read_key_file` and randomness.
+"""Keys and tokens of the storage node's protocol (and its port), for both ends. Pure but for `read_key_file` and for
+randomness.
 
 A node has a master key. Clients get scoped keys derived from it: rights (ro or rw) and a prefix of keys. Each
 request carries a token of its own, an HMAC under the scoped key over what the request asks for; the node derives
