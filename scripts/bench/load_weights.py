@@ -141,6 +141,7 @@ class Scenario:
     setup: Setup
     rivals: Sequence[tuple[str, str, str]]
     ceiling: str = ""
+    kind: str = "loads"  # which table: see table.KINDS
 
 
 def run_scenario(scenario: Scenario, rounds: int, only: Sequence[str], log: str) -> Json:
@@ -180,10 +181,10 @@ def run_scenario(scenario: Scenario, rounds: int, only: Sequence[str], log: str)
                     entry["samples"].append({"round": number, **answer})
             say(f"  round {number + 1} of {rounds}", end="\r")
     result: Json = {
-        "title": scenario.title, "model": scenario.model_name, "bytes": scenario.setup.nbytes,
+        "title": scenario.title, "kind": scenario.kind, "model": scenario.model_name, "bytes": scenario.setup.nbytes,
         "files": len(scenario.setup.files), "rounds": rounds, "ceiling": scenario.ceiling, "rivals": entries,
     }  # fmt: skip
-    say("\n".join(table.scenario_table(result)))
+    say("\n".join(table.lines_of(result)))
     return result
 
 

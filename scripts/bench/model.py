@@ -34,13 +34,13 @@ def synthetic(work: str, nbytes: int, shards: int = 8) -> tuple[str, tuple[Model
         groups = _split(_tensors(nbytes), shards)
         names = shard_names(shards)
         for name, group in zip(names, groups, strict=True):
-            _write(os.path.join(folder, name), group)
+            write_file(os.path.join(folder, name), group)
         weight_map = {tensor[0]: name for name, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": {"total_size": sum(map(_size, _tensors(nbytes)))}, "weight_map": weight_map}
         with open(os.path.join(folder, "model.safetensors.index.json"), "w", encoding="utf-8") as file:
             json.dump(index, file)
-        _describe(folder, names)
-    return folder, _read_description(described)
+        describe(folder, names)
+    return folder, read_description(described)
 
 
 def real(work: str) -> tuple[str, tuple[ModelFile, ...]]:
@@ -59,8 +59,8 @@ def real(work: str) -> tuple[str, tuple[ModelFile, ...]]:
                     while block := source.read(_BLOCK):
                         target.write(block)
                     os.fsync(target.fileno())
-        _describe(folder, [REAL_MEMBER])
-    return folder, _read_description(described)
+        describe(folder, [REAL_MEMBER])
+    return folder, read_description(described)
 
 
 def _size(tensor: Spec) -> int:
@@ -92,7 +92,7 @@ def _split(tensors: list[Spec], shards: int) -> list[list[Spec]]:
     return groups
 
 
-def _write(path: str, tensors: list[Spec]) -> None:
+def write_file(path: str, tensors: list[Spec]) -> None:
     header = raw_header(header_document(tensors))
     header = raw_header(header_document(tensors), padding=-len(header) % 8)
     with open(path, "wb") as file:
@@ -106,7 +106,7 @@ def _write(path: str, tensors: list[Spec]) -> None:
         os.fsync(file.fileno())
 
 
-def _describe(folder: str, names: list[str]) -> None:
+def describe(folder: str, names: list[str]) -> None:
     """Digests of what is on disk, written last: their file says that the model is complete."""
     described: list[dict[str, object]] = []
     for name in names:
@@ -124,6 +124,6 @@ def _describe(folder: str, names: list[str]) -> None:
         json.dump(described, out)
 
 
-def _read_description(path: str) -> tuple[ModelFile, ...]:
+def read_description(path: str) -> tuple[ModelFile, ...]:
     with open(path, encoding="utf-8") as file:
         return tuple(ModelFile(**entry) for entry in json.load(file))

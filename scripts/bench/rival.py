@@ -118,6 +118,10 @@ class Rival(ABC):
     @abstractmethod
     def digests(self) -> Mapping[str, str]: ...
 
+    def facts(self) -> Mapping[str, object]:
+        """More about the last load that its sample should keep, as JSON values."""
+        return {}
+
 
 @dataclass
 class Destination:

@@ -53,13 +53,14 @@ def scenario_table(scenario: Result) -> list[str]:
     chosen.sort(key=median_seconds)
     ceiling = next((entry for entry in chosen if entry["name"] == scenario["ceiling"]), None)
     peer = next((entry for entry in chosen if entry["role"] == "peer"), None)
+    against = "the ceiling" if ceiling is None or ceiling["role"] == "ceiling" else ceiling["name"]
     lines = [
         (
             f"**{scenario['title']}**: {scenario['model']}, {nbytes / 1e9:.2f} GB in {scenario['files']} file(s), "
             f"{scenario['rounds']} rounds"
         ),
         "",
-        "| loader | median s | p99 s | GB/s | of the ceiling | of the fastest peer | CPU s/GB | peak GiB | notes |",
+        (f"| loader | median s | p99 s | GB/s | of {against} | of the fastest peer | CPU s/GB | peak GiB | notes |"),
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for entry in chosen:
@@ -83,6 +84,53 @@ def scenario_table(scenario: Result) -> list[str]:
     return lines
 
 
+def many_table(scenario: Result) -> list[str]:
+    """Loads side by side: the seconds that each one took, by how many ran at a time."""
+    nbytes, count = scenario["bytes"], scenario["files"]
+    lines = [
+        (
+            f"**{scenario['title']}**: {scenario['model']}, {nbytes / 1e6 / count:.1f} MB each, "
+            f"{scenario['rounds']} rounds"
+        ),
+        "",
+        "| loader | at a time | p50 s of each | p99 s of each | GB/s of all | CPU s/GB | peak GiB | notes |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for entry in scenario["rivals"]:
+        samples = entry["samples"]
+        if not samples:
+            lines.append(f"| {entry['name']} | {entry['variant']} | | | | | | not measured: {entry['unavailable']} |")
+            continue
+        each = [seconds for sample in samples for seconds in sample["each"]]
+        lines.append(
+            f"| {entry['name']} | {entry['variant']} | {statistics.median(each):.4f} | {percentile(each, 0.99):.4f} "
+            f"| {nbytes / 1e9 / median_seconds(entry):.2f} | {cpu_per_gb(entry, nbytes):.2f} "
+            f"| {max(s['peak_rss'] for s in samples) / GIB:.2f} | {entry['note']} |"
+        )
+    return lines
+
+
+def growth_table(scenario: Result) -> list[str]:
+    """One session's pull beside ever more others."""
+    lines = [
+        f"**{scenario['title']}**: {scenario['model']}, a session of {scenario['bytes'] / 1e6:.1f} MB",
+        "",
+        "| other sessions | p50 s | p99 s | requests | by kind |",
+        "| ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in scenario["rows"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row["by_kind"].items()))
+        lines.append(f"| {row['others']:,} | {row['p50']:.4f} | {row['p99']:.4f} | {row['requests']} | {kinds} |")
+    return lines
+
+
+KINDS: Final = {"loads": scenario_table, "many": many_table, "growth": growth_table}
+
+
+def lines_of(scenario: Result) -> list[str]:
+    return KINDS[scenario.get("kind", "loads")](scenario)
+
+
 def _ratio(entry: Result, reference: Result | None) -> str:
     return "" if reference is None else f"{paired(entry, reference):.2f}"
 
@@ -102,7 +150,7 @@ def document(result: Result) -> str:
         ),
     ]
     for scenario in result["scenarios"]:
-        lines += ["", *scenario_table(scenario)]
+        lines += ["", *lines_of(scenario)]
     return "\n".join(lines)
 
 
