@@ -80,8 +80,8 @@ def read_file(folder: str, file: ModelFile) -> tuple[HostBuffer, Mapping[str, me
         while done < file.size:
             done += source.readinto(buffer.view[done:])
     where = buffer.view
-    header = parse_header(bytes(where[: header_size(where, file.size, file.name)]), file.size, file.name)
-    start = header.header_size
+    start = header_size(bytes(where[:8]), file.size, file.name)
+    header = parse_header(bytes(where[:start]), file.size, file.name)
     return buffer, {tensor.name: where[start + tensor.start : start + tensor.end] for tensor in header.tensors}
 
 

@@ -17,7 +17,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
@@ -43,6 +43,7 @@ from scripts.bench.rival import ModelFile
 
 TINY: Final = Descriptor("dd" * 32, "bb" * 32, "cc" * 32, "BF16", (Group("full", (0,), 1, 8, 8),))
 BLOCK: Final = 16
+CONTROL: Final = ("stat", "get", "put", "delete", "list")
 Json = dict[str, Any]  # Any: JSON
 
 
@@ -146,11 +147,8 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    with (
-        mock.patch.multiple(
-            FileStore,
-            **{kind: counting(kind, getattr(FileStore, kind)) for kind in ("stat", "get", "put", "delete", "list")},
-        ),
-        mock.patch.object(FileTransport, "perform", counting("read", FileTransport.perform)),
-    ):
+    with ExitStack() as stack:
+        for owner, name in (*((FileStore, name) for name in CONTROL), (FileTransport, "perform")):
+            kind = "read" if name == "perform" else name
+            stack.enter_context(mock.patch.object(owner, name, counting(kind, getattr(owner, name))))
         yield counts
