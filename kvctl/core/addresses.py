@@ -174,7 +174,9 @@ def parse_target(text: str) -> Target:
             hint=f"write dir:{text}" if path else "one of none, dir:PATH, shm:NAME, slot:NAME, engine:URL",
         )
     if not value:
-        raise UsageError(f"{text!r} names nothing after the colon", hint="write dir:PATH, shm:NAME, slot:NAME or engine:URL")
+        raise UsageError(
+            f"{text!r} names nothing after the colon", hint="write dir:PATH, shm:NAME, slot:NAME or engine:URL"
+        )
     if kind == "engine" and "@" in urlsplit(value).netloc:
         raise UsageError("an engine URL with credentials in it is refused")
     return Target(kind, value)

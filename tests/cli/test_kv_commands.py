@@ -176,7 +176,7 @@ def test_ls_shows_generations_sharing_and_the_latest(kvctl: Kvctl, lab: Path) ->
         (["--stale-for", "cd" * 32, "--for-model", "m"], {"alice/chat", "bob/other"}),
         (["--stale-for", WEIGHTS, "--for-model", "m"], set()),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)),
 )
 def test_filters(kvctl: Kvctl, lab: Path, args: list[str], sessions: set[str]) -> None:
     done = kvctl("kv", "ls", *args, "-o", "json")
