@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
@@ -56,7 +56,8 @@ PULL_FILE: Final = (
     ("safetensors (allocating)", "peer", "scripts.bench.peers_file:SafetensorsFresh"),
 )
 PULL_S3: Final = (
-    *PULL_FILE[:4],
+    PULL_FILE[0],
+    PULL_FILE[2],
     ("LMCache S3", "peer", f"{_LM}LMCacheS3"),
     ("s5cmd", "peer", "scripts.bench.peers_s3:S5cmd"),
     ("s5cmd + safetensors", "peer", f"{_KV}S5cmdAndLoad"),
@@ -96,21 +97,25 @@ def scenarios(options: argparse.Namespace, stack: contextlib.ExitStack) -> Itera
     work: str = options.work
     scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.shm, prefix="kvctl-bench-"))
     big, small = "one session", "sessions"
-    data: Mapping[str, tuple[str, tuple[ModelFile, ...]]] = {
-        big: kv_data.sessions(work, options.size),
-        small: kv_data.sessions(work, options.small_size, options.small_sessions),
-    }
+
+    def wanted(size: int) -> Iterator[tuple[str, str, tuple[ModelFile, ...]]]:
+        if {"pull", "push"} & set(options.parts):
+            yield big, *kv_data.sessions(work, size)
+        if "many" in options.parts:
+            yield small, *kv_data.sessions(work, options.small_size, options.small_sessions)
+
     if "file" in options.stores:
-        for kind, (folder, files) in data.items():
-            if not {big: {"pull", "push"}, small: {"many"}}[kind] & set(options.parts):
-                continue
+        for kind, folder, files in wanted(options.size):
             place = os.path.join(work, f"repo-{os.path.basename(folder)}")
             shutil.rmtree(place, ignore_errors=True)
             setup = Setup(folder, files, scratch=scratch, repo=make_repo(os.path.basename(folder), folder, place))
             push_all(setup)
             with kept_in_cache([*setup.paths, *under(place)]):
                 if kind == small:
-                    yield _scenario("Pulls side by side, file store", small, setup, MANY_FILE, "many"), options.rounds
+                    yield (
+                        _scenario("Pulls side by side, file store", small, setup, MANY_FILE, "many"),
+                        options.many_rounds,
+                    )
                 elif "pull" in options.parts:
                     yield _scenario("Pull, file store", big, setup, PULL_FILE), options.rounds
             shutil.rmtree(place)
@@ -124,22 +129,20 @@ def scenarios(options: argparse.Namespace, stack: contextlib.ExitStack) -> Itera
         (server,) = stack.enter_context(seaweed_servers(place))
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         server.make_bucket(BUCKET)
-        for kind, (folder, files) in data.items():
-            if not {big: {"pull", "push"}, small: {"many"}}[kind] & set(options.parts):
-                continue
+        for kind, folder, files in wanted(min(options.s3_size, options.size)):
             name = os.path.basename(folder)
             upload(server, folder, [file.name for file in files], name)
             repo = make_repo(name, folder, f"s3://{BUCKET}/repo-{name}", server.endpoint)
             setup = Setup(folder, files, False, server.endpoint, BUCKET, name, repo, scratch)
             push_all(setup)
             if kind == small:
-                yield _scenario("Pulls side by side, SeaweedFS", small, setup, MANY_S3, "many"), options.rounds
+                yield _scenario("Pulls side by side, SeaweedFS", small, setup, MANY_S3, "many"), options.many_rounds
                 continue
             if "pull" in options.parts:
-                yield _scenario("Pull, SeaweedFS", big, setup, PULL_S3), options.rounds
+                yield _scenario("Pull, SeaweedFS", big, setup, PULL_S3), options.s3_rounds
             if "push" in options.parts:
                 new = Setup(folder, files, False, server.endpoint, BUCKET, name, f"s3://{BUCKET}/pushed", scratch)
-                yield _scenario("Push, SeaweedFS", big, new, PUSH_S3), options.push_rounds
+                yield _scenario("Push, SeaweedFS", big, new, PUSH_S3), min(options.push_rounds, options.s3_rounds)
         server.close()
 
 
@@ -171,15 +174,18 @@ def numbers(text: str) -> list[int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("2GiB"), help="of the one session")
-    parser.add_argument("--rounds", type=int, default=5, help="of pulls")
-    parser.add_argument("--push-rounds", type=int, default=3)
+    parser.add_argument("--s3-size", type=parse_size, default=parse_size("1GiB"), help="of the one on S3, at most")
+    parser.add_argument("--rounds", type=int, default=5, help="of pulls from files")
+    parser.add_argument("--s3-rounds", type=int, default=3, help="of pulls from S3; pushes there take no more")
+    parser.add_argument("--push-rounds", type=int, default=2)
+    parser.add_argument("--many-rounds", type=int, default=2, help="of pulls of small sessions side by side")
     parser.add_argument("--only", type=words, default=[], help="rivals by name, comma-separated; NAME* for a prefix")
     parser.add_argument("--stores", type=words, default=["file", "s3"], help="file,s3")
     parser.add_argument("--parts", type=words, default=["pull", "push", "many", "growth"], help="pull,push,many,growth")
     parser.add_argument("--small-size", type=parse_size, default=parse_size("16MiB"), help="of each session of `many`")
-    parser.add_argument("--small-sessions", type=int, default=64)
+    parser.add_argument("--small-sessions", type=int, default=32)
     parser.add_argument("--others", type=numbers, default=[10, 1_000, 10_000], help="sessions beside the pulled one")
-    parser.add_argument("--resume-pulls", type=int, default=30)
+    parser.add_argument("--resume-pulls", type=int, default=20)
     parser.add_argument("--work", default=".bench", help="where data, servers and logs are kept")
     parser.add_argument("--shm", default="/dev/shm", help="a tmpfs, for rivals that only write files")
     parser.add_argument("--out", help="where to write every sample as JSON")

@@ -184,7 +184,7 @@ def run_scenario(scenario: Scenario, rounds: int, only: Sequence[str], log: str)
         "title": scenario.title, "kind": scenario.kind, "model": scenario.model_name, "bytes": scenario.setup.nbytes,
         "files": len(scenario.setup.files), "rounds": rounds, "ceiling": scenario.ceiling, "rivals": entries,
     }  # fmt: skip
-    say("\n".join(table.lines_of(result)))
+    say("\n" + "\n".join(table.lines_of(result)))
     return result
 
 
