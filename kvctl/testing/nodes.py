@@ -98,7 +98,10 @@ class NodeProcess:
         assert self.master is not None
         path = os.path.join(self.folder, f"client-{rights}-{prefix.replace('/', '_')}.key")
         if not os.path.exists(path):
-            _write_key(path, self.master.scoped(rights, prefix).text())
+            # many clients may ask at once: a key file is there whole, or not at all
+            temp = f"{path}.{threading.get_ident()}"
+            _write_key(temp, self.master.scoped(rights, prefix).text())
+            os.replace(temp, path)
         return path
 
     def store(

@@ -191,6 +191,9 @@ class Executor:
                 return
         waiting_turn = 2 * self._inflight_bytes / self._max_rate if self._max_rate else 0.0
         if now - self._last_progress > limit + waiting_turn:
+            if self._troubled:  # what failed says more than that nothing moved
+                self._error = self._gave_up(next(iter(self._troubled)), limit)
+                return
             waiting = sorted({attempt.lane.member_name for attempt in self._attempts.values()})
             self._error = StalledError(
                 f"no progress for {limit:g} s",
