@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Final
 
@@ -48,16 +48,13 @@ LOADS: Final = "load-weights, verified"
 
 PULL_FILE: Final = (
     (LOADS, "ours", f"{_KV}LoadWeights"),
-    ("load-weights", "ours", f"{_KV}LoadWeightsUnverified"),
     ("kv pull", "ours", f"{_KV}Pull"),
-    ("kv pull (allocating)", "ours", f"{_KV}PullFresh"),
     ("LMCache file", "peer", f"{_LM}LMCachePull"),
     ("safetensors", "peer", "scripts.bench.peers_file:Safetensors"),
     ("safetensors (allocating)", "peer", "scripts.bench.peers_file:SafetensorsFresh"),
 )
 PULL_S3: Final = (
-    PULL_FILE[0],
-    PULL_FILE[2],
+    *PULL_FILE[:2],
     ("LMCache S3", "peer", f"{_LM}LMCacheS3"),
     ("s5cmd", "peer", "scripts.bench.peers_s3:S5cmd"),
     ("s5cmd + safetensors", "peer", f"{_KV}S5cmdAndLoad"),
@@ -96,62 +93,66 @@ def scenarios(options: argparse.Namespace, stack: contextlib.ExitStack) -> Itera
     """Scenarios and their rounds; what a scenario needs exists while it is handled."""
     work: str = options.work
     scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=options.shm, prefix="kvctl-bench-"))
-    big, small = "one session", "sessions"
 
     def wanted(size: int) -> Iterator[tuple[str, str, tuple[ModelFile, ...]]]:
-        if {"pull", "push"} & set(options.parts):
-            yield big, *kv_data.sessions(work, size)
+        if "pull" in options.parts:
+            yield "pull", *kv_data.sessions(work, size)
+        if "push" in options.parts:
+            yield "push", *kv_data.sessions(work, min(size, options.push_size))
         if "many" in options.parts:
-            yield small, *kv_data.sessions(work, options.small_size, options.small_sessions)
+            yield "many", *kv_data.sessions(work, options.small_size, options.small_sessions)
 
     if "file" in options.stores:
-        for kind, folder, files in wanted(options.size):
-            place = os.path.join(work, f"repo-{os.path.basename(folder)}")
-            shutil.rmtree(place, ignore_errors=True)
-            setup = Setup(folder, files, scratch=scratch, repo=make_repo(os.path.basename(folder), folder, place))
-            push_all(setup)
-            with kept_in_cache([*setup.paths, *under(place)]):
-                if kind == small:
-                    yield (
-                        _scenario("Pulls side by side, file store", small, setup, MANY_FILE, "many"),
-                        options.many_rounds,
-                    )
-                elif "pull" in options.parts:
-                    yield _scenario("Pull, file store", big, setup, PULL_FILE), options.rounds
-            shutil.rmtree(place)
-            if kind == big and "push" in options.parts:
-                yield _scenario("Push, file store", big, setup, PUSH_FILE), options.push_rounds
-            for made in (place, f"{place}-lmcache", f"{place}-saved"):
-                shutil.rmtree(made, ignore_errors=True)
+        for part, folder, files in wanted(options.size):
+            name = os.path.basename(folder)
+            place = os.path.join(work, f"repo-{name}")
+            setup = Setup(folder, files, scratch=scratch, repo=place)
+            places = (place, f"{place}-lmcache", f"{place}-saved")
+            remove(places)
+            if part == "push":
+                yield _scenario("Push, file store", setup, PUSH_FILE), options.push_rounds
+            else:
+                make_repo(name, folder, place)
+                push_all(setup)
+                with kept_in_cache([*setup.paths, *under(place)]):
+                    if part == "many":
+                        scenario = _scenario("Pulls side by side, file store", setup, MANY_FILE, "many")
+                        yield scenario, options.many_rounds
+                    else:
+                        yield _scenario("Pull, file store", setup, PULL_FILE), options.rounds
+            remove(places)
     if "s3" in options.stores:
         place = os.path.join(work, "kv-seaweed")
-        shutil.rmtree(place, ignore_errors=True)
+        remove([place])
+        stack.callback(remove, [place])
         (server,) = stack.enter_context(seaweed_servers(place))
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
         server.make_bucket(BUCKET)
-        for kind, folder, files in wanted(min(options.s3_size, options.size)):
+        for part, folder, files in wanted(min(options.s3_size, options.size)):
             name = os.path.basename(folder)
-            upload(server, folder, [file.name for file in files], name)
-            repo = make_repo(name, folder, f"s3://{BUCKET}/repo-{name}", server.endpoint)
+            repo = f"s3://{BUCKET}/{part}-{name}"
             setup = Setup(folder, files, False, server.endpoint, BUCKET, name, repo, scratch)
-            push_all(setup)
-            if kind == small:
-                yield _scenario("Pulls side by side, SeaweedFS", small, setup, MANY_S3, "many"), options.many_rounds
+            if part == "push":
+                yield _scenario("Push, SeaweedFS", setup, PUSH_S3), options.push_rounds
                 continue
-            if "pull" in options.parts:
-                yield _scenario("Pull, SeaweedFS", big, setup, PULL_S3), options.s3_rounds
-            if "push" in options.parts:
-                new = Setup(folder, files, False, server.endpoint, BUCKET, name, f"s3://{BUCKET}/pushed", scratch)
-                yield _scenario("Push, SeaweedFS", big, new, PUSH_S3), min(options.push_rounds, options.s3_rounds)
+            upload(server, folder, [file.name for file in files], name)
+            make_repo(name, folder, repo, server.endpoint)
+            push_all(setup)
+            if part == "many":
+                yield _scenario("Pulls side by side, SeaweedFS", setup, MANY_S3, "many"), options.many_rounds
+            else:
+                yield _scenario("Pull, SeaweedFS", setup, PULL_S3), options.s3_rounds
         server.close()
 
 
-def _scenario(
-    title: str, what: str, setup: Setup, rivals: tuple[tuple[str, str, str], ...], kind: str = "loads"
-) -> Scenario:
-    each = kv_data.tokens_of(setup.files[0])
+def remove(places: Iterable[str]) -> None:
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _scenario(title: str, setup: Setup, rivals: tuple[tuple[str, str, str], ...], kind: str = "loads") -> Scenario:
     count = len(setup.files)
-    text = f"{what if count == 1 else f'{count} {what}'} of {each:,} tokens, Llama-3-8B's geometry"
+    what = "one session" if count == 1 else f"{count} sessions"
+    text = f"{what} of {kv_data.tokens_of(setup.files[0]):,} tokens, Llama-3-8B's geometry"
     return Scenario(title, text, setup, rivals, LOADS if title.startswith("Pull,") else "", kind)
 
 
@@ -174,9 +175,10 @@ def numbers(text: str) -> list[int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("2GiB"), help="of the one session")
-    parser.add_argument("--s3-size", type=parse_size, default=parse_size("1GiB"), help="of the one on S3, at most")
+    parser.add_argument("--s3-size", type=parse_size, default=parse_size("512MiB"), help="of the one on S3")
+    parser.add_argument("--push-size", type=parse_size, default=parse_size("512MiB"), help="of the one to push")
     parser.add_argument("--rounds", type=int, default=5, help="of pulls from files")
-    parser.add_argument("--s3-rounds", type=int, default=3, help="of pulls from S3; pushes there take no more")
+    parser.add_argument("--s3-rounds", type=int, default=3, help="of pulls from S3")
     parser.add_argument("--push-rounds", type=int, default=2)
     parser.add_argument("--many-rounds", type=int, default=2, help="of pulls of small sessions side by side")
     parser.add_argument("--only", type=words, default=[], help="rivals by name, comma-separated; NAME* for a prefix")

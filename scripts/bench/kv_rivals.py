@@ -24,7 +24,7 @@ from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.seams import LayerKv, MemorySink
 from kvctl.repo.repo import Repo
 from scripts.bench import kv_data
-from scripts.bench.ours import OursRepo, OursRepoVerified
+from scripts.bench.ours import OursRepoVerified
 from scripts.bench.peers_file import SafetensorsFresh, tensor_digests
 from scripts.bench.peers_s3 import S5cmd, in_threads
 from scripts.bench.rival import ModelFile, Rival, Setup, UnavailableError
@@ -45,10 +45,6 @@ class LoadWeights(OursRepoVerified):
     """The same bytes as a model of the same repo: what a pull is held against."""
 
     note = "the same bytes as a model, leaves verified"
-
-
-class LoadWeightsUnverified(OursRepo):
-    note = "the same bytes as a model, not verified"
 
 
 class Pull(Rival):
@@ -74,27 +70,6 @@ class Pull(Rival):
             if sink.usable == kv_data.tokens_of(file):
                 found |= view_digests(file, sink.views)
         return found
-
-
-class PullFresh(Rival):
-    takes_destination = False
-    note = "leaves verified"
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._members = kv_data.members(setup)
-        self._sink = MemorySink()
-
-    def load(self, variant: str) -> None:
-        (file,) = self.setup.files
-        pull_session(PullSession(self._members, kv_data.address(file), self._sink), Context())
-
-    def release(self) -> None:
-        self._sink.close()
-
-    def digests(self) -> Mapping[str, str]:
-        (file,) = self.setup.files
-        return view_digests(file, [self._sink.layers[0, layer] for layer in range(kv_data.LAYERS)])
 
 
 class Many(Rival):
