@@ -185,7 +185,9 @@ class LMCacheS3(Rival):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        raise UnavailableError("not tried: its S3 connector names buckets in the host, and the bench's server has no such names")
+        raise UnavailableError(
+            "not tried: its S3 connector names buckets in the host, and the bench's server has no such names"
+        )
 
     def load(self, variant: str) -> None:
         raise NotImplementedError
