@@ -29,17 +29,21 @@ def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
         cancel.request(signum)
         code = 128 + signum
         if first:
-            output.status(
+            _end_after(cancel.drain_seconds + GRACE_SECONDS, code)
+            say(
                 f"stopping: in-flight work drains (up to {cancel.drain_seconds:.0f} s), what is done stays; "
                 "the same signal again aborts at once"
             )
-            _end_after(cancel.drain_seconds + GRACE_SECONDS, code)
         else:
-            output.status("aborting")
             _end_after(ABORT_SECONDS, code)
+            say("aborting")
 
     def show(signum: int, frame: FrameType | None) -> None:
-        output.status(progress.status())
+        say(progress.status())
+
+    def say(message: str) -> None:
+        # on a thread of its own: a handler may have interrupted a write to the same stream, which cannot be entered twice
+        threading.Thread(target=output.status, args=(message,), daemon=True).start()
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -74,12 +74,16 @@ def break_off(node: NodeProcess, number: int, load: Load) -> None:
     key = Key.derived(node.master.text())
     try:
         raw = Raw((node.host, node.port), key)
+    except OSError:
+        return  # the node is just being restarted
+    try:
         raw.send("PUT", f"/v1/c{number}/k0", None, content_length="1000000")
         raw.sock.sendall(bytes(10_000))
         raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        raw.close()
     except OSError:
-        return  # the node is just being restarted
+        return
+    finally:
+        raw.close()
     load.add(aborted=1)
 
 
