@@ -42,7 +42,7 @@ def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
         say(progress.status())
 
     def say(message: str) -> None:
-        # on a thread of its own: a handler may have interrupted a write to the same stream, which cannot be entered twice
+        # on a thread of its own: a handler may have interrupted a write to this very stream
         threading.Thread(target=output.status, args=(message,), daemon=True).start()
 
     signal.signal(signal.SIGINT, stop)
