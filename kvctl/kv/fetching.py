@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
+
 from kvctl.core.errors import IncompatibleError, IntegrityError, KvctlError, MemberDownError, NotFoundError
 from kvctl.core.units import MIB
 from kvctl.kv.codecs import NONE
@@ -82,6 +84,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._scratch = threading.local()
         self._need: dict[tuple[PackRow, int], int] = {}
+        self._spans: dict[tuple[PackRow, int], dict[int, tuple[int, int]]] = {}
         self._pieces: list[Piece] = []
         self.packs = 0
 
@@ -93,6 +96,7 @@ class Fetch:
     def shrink(self, tokens: int) -> None:
         """Fetch no more than the first `tokens` tokens; the layout stays."""
         self._tokens = tokens
+        self._spans.clear()
 
     def tasks(self) -> list[Task]:
         """Reads of what has not landed yet. Raises MemberDownError when a pack's members are all down."""
@@ -142,10 +146,38 @@ class Fetch:
     def _piece(self, row: PackRow, run: Sequence[Fragment]) -> Piece:
         piece = Piece(row, run[0].offset, run[-1].end - run[0].offset, tuple(run))
         header = self._session.headers[row]
-        self._need[row, piece.offset] = sum(
-            item.stored * self._wanted(header, row, item)[2] // item.place.raw for item in run
-        )
+        if header.geometry.group.recurrent:
+            self._need[row, piece.offset] = piece.length
+            return piece
+        spans = self._spans_of(header, row)
+        slot, _ = self._slots[row.group, piece.layer]
+        first, end = slot.first_head, slot.first_head + slot.heads
+        size = header.geometry.block_tokens
+        need = 0
+        for item in run:
+            place = item.place
+            low, high = spans[place.block]
+            if high - low == (place.end_block - place.block) * size and first <= place.head and place.end_head <= end:
+                need += item.stored
+            else:
+                heads = min(place.end_head, end) - max(place.head, first)
+                whole = (place.end_block - place.block) * size * (place.end_head - place.head)
+                need += item.stored * max(0, high - low) * heads // whole
+        self._need[row, piece.offset] = need
         return piece
+
+    def _spans_of(self, header: PackHeader, row: PackRow) -> dict[int, tuple[int, int]]:
+        """First and end token that the layout takes of each run of blocks of a pack, by the run's first block."""
+        start = next(slot.start for (group, _), (slot, _) in self._slots.items() if group == row.group)
+        known = self._spans.get((row, start))
+        if known is None:
+            step, blocks = header.geometry.run_blocks, header.blocks
+            limit = min(row.end, self._tokens)  # the pack may go on with blocks of another session's chain
+            known = self._spans[row, start] = {
+                block: (max(blocks[block].start, start), min(blocks[min(block + step, len(blocks)) - 1].end, limit))
+                for block in range(0, len(blocks), step)
+            }
+        return known
 
     def _task(self, piece: Piece) -> Task:
         ref = self._session.ref(piece.row)
@@ -174,14 +206,17 @@ class Fetch:
         """Verify a range and put it where it belongs. On a finisher thread."""
         where = (piece.row, piece.offset)
         header = self._session.headers[piece.row]
-        parts = [view[item.offset - piece.offset : item.end - piece.offset] for item in piece.fragments]
+        base = piece.offset
         try:
             with self._clock.timed("verify"):
-                for fragment, stored in zip(piece.fragments, parts, strict=True):
-                    verify_fragment(header, fragment, stored)
+                digest = xxhash.xxh3_64_intdigest
+                for fragment in piece.fragments:
+                    at = fragment.offset - base
+                    stored = view[at : at + fragment.stored]
+                    if digest(stored) != fragment.checksum:
+                        verify_fragment(header, fragment, stored)
             with self._clock.timed("copy"):
-                for fragment, stored in zip(piece.fragments, parts, strict=True):
-                    self._place(header, piece.row, fragment, stored)
+                self._copy(header, piece, view)
         except IntegrityError as error:
             with self._lock:
                 self._suspect[where] = str(error)
@@ -201,41 +236,64 @@ class Fetch:
             self._ready(layers[self._next])
             self._next += 1
 
-    def _wanted(self, header: PackHeader, row: PackRow, fragment: Fragment) -> tuple[int, int, int]:
-        """(first token, end token, bytes): what of a fragment the layout takes."""
-        place = fragment.place
-        slot, _ = self._slots[row.group, place.layer]
+    def _copy(self, header: PackHeader, piece: Piece, view: memoryview) -> None:
+        """Runs of one head that follow each other in the pack and in the layout are one copy."""
+        row, base = piece.row, piece.offset
         if header.geometry.group.recurrent:
-            return 0, 0, place.raw
-        width = slot.k_row if place.part == "k" else slot.v_row
-        low = max(header.blocks[place.block].start, slot.start)
-        # the pack may go on with blocks of another session's chain
-        high = min(header.blocks[place.end_block - 1].end, row.end, self._tokens)
-        heads = min(place.end_head, slot.first_head + slot.heads) - max(place.head, slot.first_head)
-        return low, high, max(0, high - low) * heads * width
+            for fragment in piece.fragments:
+                _, kv = self._slots[row.group, fragment.place.layer]
+                at = fragment.offset - base
+                kv.k[:] = self._raw(header, fragment, view[at : at + fragment.stored])
+            return
+        spans = self._spans_of(header, row)
+        blocks = header.blocks
+        out = memoryview(b"")
+        layer, part = -1, ""
+        begin = end = to = 0  # of a copy that may still grow: [begin, end) of the view, to out[to:]
+        for fragment in piece.fragments:
+            place = fragment.place
+            if place.layer != layer or place.part != part:
+                if end > begin:
+                    out[to : to + end - begin] = view[begin:end]
+                layer, part = place.layer, place.part
+                slot, kv = self._slots[row.group, layer]
+                out, width = (kv.k, slot.k_row) if part == "k" else (kv.v, slot.v_row)
+                first, last, held = slot.first_head, slot.first_head + slot.heads, (slot.end - slot.start) * width
+                begin = end = 0
+            low, high = spans[place.block]
+            if high <= low:
+                continue
+            length = (high - low) * width
+            source = (low - blocks[place.block].start) * width
+            target = (low - slot.start) * width
+            if fragment.codec == NONE and place.end_head - place.head == 1:
+                if not first <= place.head < last:
+                    continue
+                source += fragment.offset - base
+                target += (place.head - first) * held
+                if source == end and target == to + end - begin:
+                    end += length
+                    continue
+                if end > begin:
+                    out[to : to + end - begin] = view[begin:end]
+                begin, end, to = source, source + length, target
+                continue
+            at = fragment.offset - base
+            raw = self._raw(header, fragment, view[at : at + fragment.stored])
+            each = place.raw // (place.end_head - place.head)
+            for head in range(max(place.head, first), min(place.end_head, last)):
+                here = (head - place.head) * each + source
+                there = (head - first) * held + target
+                out[there : there + length] = raw[here : here + length]
+        if end > begin:
+            out[to : to + end - begin] = view[begin:end]
 
-    def _place(self, header: PackHeader, row: PackRow, fragment: Fragment, stored: memoryview) -> None:
-        place = fragment.place
-        slot, kv = self._slots[row.group, place.layer]
-        out = kv.k if place.part == "k" else kv.v
-        raw = stored
-        if fragment.codec != NONE:
-            raw = self._room(place.raw)
-            decode_fragment(header, fragment, stored, raw)
-        if header.geometry.group.recurrent:
-            out[:] = raw
-            return
-        width = slot.k_row if place.part == "k" else slot.v_row
-        low, high, _ = self._wanted(header, row, fragment)
-        if high <= low:
-            return
-        rows = (place.end_block - place.block) * header.geometry.rows
-        skip = low - header.blocks[place.block].start
-        held = slot.end - slot.start
-        for head in range(max(place.head, slot.first_head), min(place.end_head, slot.first_head + slot.heads)):
-            source = ((head - place.head) * rows + skip) * width
-            target = ((head - slot.first_head) * held + low - slot.start) * width
-            out[target : target + (high - low) * width] = raw[source : source + (high - low) * width]
+    def _raw(self, header: PackHeader, fragment: Fragment, stored: memoryview) -> memoryview:
+        if fragment.codec == NONE:
+            return stored
+        raw = self._room(fragment.place.raw)
+        decode_fragment(header, fragment, stored, raw)
+        return raw
 
     def _room(self, nbytes: int) -> memoryview:
         known: memoryview | None = getattr(self._scratch, "view", None)
