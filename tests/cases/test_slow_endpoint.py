@@ -63,7 +63,7 @@ def test_two_endpoints_of_one_store_and_one_of_them_at_one_percent(pair: Pair, t
     assert report["hedged_bytes"] <= 0.1 * report["bytes"]
     assert report["retries"] == 0
     bulk = [item for item in pair.slow.requests("GET", "repo/chunks/*") if item.range]
-    assert 1 <= len(bulk) <= 0.2 * len(TENSORS) * 2, "few of the 96 stripes were ever asked of it"
+    assert 1 <= len(bulk) <= 12
     assert report["verified"]["state"] == "leaves"
 
 
