@@ -1,4 +1,4 @@
-"""Host and shared buffers: page-aligned, allocated once, reused.
+"""Host buffers: page-aligned, allocated once, reused. (Buffers over files and shared memory: `kvctl.memory.files`.)
 
 Fresh anonymous memory costs 2-3 s per GiB of page faults on small machines, so a load allocates its memory
 once and a staging arena is a ring of slots that are reused (`kvctl.memory.arena`).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 from typing import Final, Protocol
 
 from kvctl.core.errors import CapacityError, UsageError
@@ -83,50 +82,3 @@ class HostBuffer:
             self._map.close()
         except BufferError:
             pass  # somebody's tensor still looks at it: it lives as long as that
-
-
-class SharedBuffer:
-    """Memory under a name in /dev/shm that other processes can map; written to NAME only by `publish`."""
-
-    kind = "shared"
-
-    def __init__(self, name: str, nbytes: int, *, folder: str = "/dev/shm") -> None:  # noqa: S108 - POSIX shared memory lives there
-        if not name or "/" in name or name in {".", ".."} or "\0" in name:
-            raise UsageError(f"{name!r} cannot name shared memory", hint="use a plain name without '/'")
-        self.nbytes = nbytes
-        self.path = os.path.join(folder, name)
-        self._temp = os.path.join(folder, f".{name}.{os.getpid()}.kvctl-tmp")
-        fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # fallocate, not ftruncate: no space is an error now, not a SIGBUS in the middle
-            os.posix_fallocate(fd, 0, max(nbytes, 1))
-            self._map = mmap.mmap(fd, max(nbytes, 1))
-        except OSError as error:
-            os.unlink(self._temp)
-            raise CapacityError(
-                f"cannot allocate {nbytes} bytes of shared memory",
-                cause=str(error),
-                hint=f"free space in {folder}",
-            ) from error
-        finally:
-            os.close(fd)
-        self.view = memoryview(self._map)[:nbytes]
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def publish(self) -> None:
-        """Give the memory its name: only complete, verified content gets one."""
-        os.rename(self._temp, self.path)
-        self._temp = ""
-
-    def close(self) -> None:
-        if self._temp:
-            os.unlink(self._temp)
-            self._temp = ""
-        try:
-            self.view.release()
-            self._map.close()
-        except BufferError:
-            pass
