@@ -28,6 +28,16 @@ class OpCancelledError(Exception):
     """Raised by `perform` when it noticed a cancel and the buffer is no longer touched."""
 
 
+class AbandonedError(Exception):
+    """Raised by `perform` when it gave up on what is still in flight: `error` says why. The operation ends as UNKNOWN,
+    since its range may still be written to; `perform` keeps the memory from being used again.
+    """
+
+    def __init__(self, error: KvctlError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class ThreadedTransport(ABC):
     """Subclasses give `perform` (blocking, called on worker threads) and may override
     `close_worker` (frees per-thread state such as a connection) and `interrupt` (wakes a running op).
@@ -55,7 +65,7 @@ class ThreadedTransport(ABC):
 
     @abstractmethod
     def perform(self, op: Op) -> int:
-        """Do `op`; return how many requests it took. Raises KvctlError or OpCancelledError."""
+        """Do `op`; return how many requests it took. Raises KvctlError, OpCancelledError or AbandonedError."""
 
     def close_worker(self) -> None:
         return
@@ -142,6 +152,8 @@ class ThreadedTransport(ABC):
             requests = self.perform(op)
         except OpCancelledError:
             status = Status.CANCELLED
+        except AbandonedError as problem:
+            status, error = Status.UNKNOWN, problem.error
         except KvctlError as problem:
             status, error = Status.FAILED, problem
         except Exception as problem:  # a bug in a plug-in must not hang the load
