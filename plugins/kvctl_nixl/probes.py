@@ -1,0 +1,111 @@
+"""Whether NIXL and what its back ends need are here, without importing any of it and without touching a device."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Final
+
+from kvctl.transports.registry import Probe
+
+BUILDS: Final = ("cu12", "cu13")
+# 1.4 reports a read that came up short as done
+OLDEST: Final = (1, 5, 1)
+INSTALL: Final = "pip install 'kvctl[nixl]'"
+_IO_URING_SETUP: Final = 425  # the same number on every architecture
+_CUDA_DRIVER: Final = "libcuda.so.1"
+_CUFILE: Final = "libcufile.so.0"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+@cache
+def installed(build: str) -> bool:
+    """Whether this build of NIXL is here, new enough, with numpy beside it."""
+    return not _lack(build)
+
+
+def _lack(build: str) -> str:
+    try:
+        found = version(f"nixl-{build}")
+    except PackageNotFoundError:
+        return "not installed"
+    if _numbers(found) < OLDEST:
+        return f"version {found} is too old: before {'.'.join(map(str, OLDEST))} it reports short reads as done"
+    if find_spec(f"nixl_{build}") is None:
+        return "its package is listed but not there"
+    if find_spec("numpy") is None:
+        return "it needs numpy"
+    return ""
+
+
+def missing(builds: Sequence[str] = BUILDS) -> Probe:
+    """The answer of a probe when none of `builds` can be used."""
+    reasons = {build: _lack(build) for build in builds}
+    said = "; ".join(f"nixl-{build}: {reason}" for build, reason in reasons.items())
+    return Probe(available=False, reason=said, hint=INSTALL)
+
+
+def probe_nixl() -> Probe:
+    return Probe(available=True) if any(installed(build) for build in BUILDS) else missing()
+
+
+def io_uring_refusal() -> str:
+    """Why the kernel does not let this process use io_uring; empty when it does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # no entries and no parameters: the call cannot succeed, but says whether it is allowed
+    libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(0), ctypes.c_void_p(None))
+    code = ctypes.get_errno()
+    if code in {errno.EINVAL, errno.EFAULT}:
+        return ""
+    return f"io_uring: {os.strerror(code)}"
+
+
+def can_load(library: str) -> bool:
+    """Whether the dynamic linker finds `library`. Loads it: only for libraries whose loading starts nothing."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def has_library(name: str) -> bool:
+    """Whether a shared library is where the linker looks, without loading it."""
+    folders = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    if any(os.path.exists(os.path.join(folder, name)) for folder in folders):
+        return True
+    try:
+        with open("/etc/ld.so.cache", "rb") as file:
+            return name.encode() + b"\0" in file.read()
+    except OSError:
+        return False
+
+
+def probe_gds() -> Probe:
+    """GPUDirect Storage: driver first, since NIXL's back end without one never comes back."""
+    if not any(installed(build) for build in BUILDS):
+        return missing()
+    if not os.path.exists("/dev/nvidiactl") or not has_library(_CUDA_DRIVER):
+        return Probe(
+            available=False, reason="no NVIDIA driver (libcuda.so.1, /dev/nvidiactl)", hint="a host with a GPU"
+        )
+    if not has_library(_CUFILE):
+        return Probe(
+            available=False,
+            reason="libcufile.so.0 is not installed",
+            hint="install NVIDIA GPUDirect Storage (package gds-tools or nvidia-fs) of your CUDA version",
+        )
+    return Probe(available=True)
+
+
+def probe_ucx() -> Probe:
+    return probe_nixl()

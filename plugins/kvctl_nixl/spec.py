@@ -1,0 +1,25 @@
+"""Specs of the NIXL transports. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from kvctl.transports.registry import Option, TransportSpec
+
+_HINT = "pip install 'kvctl[nixl]'"
+
+POSIX = TransportSpec(
+    "nixl-posix",
+    "NIXL's POSIX back end: files by io_uring",
+    "kvctl_nixl.posix:open_transport",
+    schemes=("file",),
+    rank=5,
+    options=(
+        Option("api", "uring, or aio where the kernel forbids io_uring", "uring"),
+        Option("direct", "true: O_DIRECT, bypassing the page cache", "false"),
+        Option("threads", "reading threads, an agent each", "one per core, 2 to 8; direct: 4 to 8"),
+        Option("chunk", "direct: bytes of one read in flight", "1 MiB"),
+        Option("queue", "entries of the kernel's queue, per thread", "256"),
+    ),
+    requirements="nixl-cu12 or nixl-cu13 1.5.1, numpy; io_uring or Linux AIO",
+    install_hint=_HINT,
+    probe="kvctl_nixl.probes:probe_nixl",
+)
