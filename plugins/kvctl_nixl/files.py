@@ -36,7 +36,7 @@ from kvctl_nixl.quarantine import QUARANTINE
 # between two of them. It also keeps a transfer under the 65,536 descriptors that a back end takes.
 PIECE: Final = 64 << 20
 SMALLEST: Final = 4096
-_PAUSE: Final = (0.00002, 0.001)  # seconds between two looks at a transfer: from, to
+_PAUSE: Final = (0.00005, 0.002)  # seconds between two looks at a transfer: from, to
 
 _Identity = tuple[int, int, int, int]
 
@@ -173,7 +173,9 @@ class NixlFiles(ThreadedTransport):
                     chunk = self.chunk or size
                     local = rows(address + done, size, device, chunk)
                     remote = rows(at + done, size, fd, chunk)
-                    self._wait(desk, desk.agent.start(way, (kind, local), ("FILE", remote)))
+                    with desk.lock:  # held while a buffered transfer does its work: a buffer that is dropped waits
+                        transfer = desk.agent.start(way, (kind, local), ("FILE", remote))
+                    self._wait(desk, transfer)
         except NixlError as problem:
             error = self._explain(op, fd, problem)
             # after an error the back end's queue is not to be trusted: the next operation gets a new agent

@@ -23,3 +23,22 @@ POSIX = TransportSpec(
     install_hint=_HINT,
     probe="kvctl_nixl.probes:probe_nixl",
 )
+OBJ = TransportSpec(
+    "nixl-obj",
+    "NIXL's OBJ back end: S3 by the AWS SDK, or by RDMA where an engine for the server is installed",
+    "kvctl_nixl.obj:open_transport",
+    schemes=("s3",),
+    rank=5,
+    options=(
+        Option("threads", "requests in flight per endpoint", "4"),
+        Option("deadline", "seconds that one transfer (at most 64 MiB) may take before it is given up", "300"),
+        Option("build", "cu12, cu13 or auto: which build of NIXL", "auto: cu13 for accelerated engines, else cu12"),
+        Option("accelerated", "true: an RDMA engine (nixl-cu13, libcuobjclient)", "false"),
+        Option("type", "the RDMA engine: dell, scality_ai_connector, ..", "the plain one"),
+        Option("crtMinLimit", "bytes from which the SDK's CRT client is used", "never"),
+        Option("backend.NAME", "any other parameter of NIXL's OBJ back end, unseen", ""),
+    ),
+    requirements="nixl-cu12 1.5.1, numpy",
+    install_hint=_HINT,
+    probe="kvctl_nixl.probes:probe_nixl",
+)
