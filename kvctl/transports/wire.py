@@ -12,11 +12,13 @@ import re
 import socket
 import ssl
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 _HEAD_PEEK: Final = 4096
 _HEAD_LIMIT: Final = 65536
+_MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 _TLS_WRITE: Final = 1 << 20  # a TLS write counts against the timeout as a whole: keep it short
 _NAME: Final = re.compile(rb"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")
 _STATUS: Final = re.compile(rb"^HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?$")
@@ -167,6 +169,30 @@ class Connection:
             if count == 0:
                 break
             got += count
+        return got
+
+    def read_parts(self, head: Head, views: Sequence[memoryview]) -> int:
+        """As `read_body`, into several views in turn."""
+        rest, left, got = memoryview(head.rest), [view for view in views if len(view)], 0
+        while left:
+            if len(rest):
+                count = min(len(rest), len(left[0]))
+                left[0][:count] = rest[:count]
+                rest = rest[count:]
+            elif self._tls is None:
+                count = self._raw.recvmsg_into(left[:_MOST_PARTS], 0, socket.MSG_WAITALL)[0]
+            else:
+                count = self._raw.recv_into(left[0])
+            if count == 0:
+                break
+            got += count
+            whole = 0
+            while whole < len(left) and count >= len(left[whole]):
+                count -= len(left[whole])
+                whole += 1
+            del left[:whole]
+            if count:
+                left[0] = left[0][count:]
         return got
 
     def read_small(self, head: Head, limit: int = 65536) -> bytes | None:
