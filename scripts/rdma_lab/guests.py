@@ -33,6 +33,7 @@ BOOT_SECONDS = 60.0
 # A guest nobody ended by then ends itself, whatever happened to its parent.
 LIFETIME_SECONDS = 1800.0
 MTU = 9000
+URGENT_NICE = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Job:
         deadline = time.monotonic() + seconds
         while (code := self.code()) is None:
             if time.monotonic() > deadline:
-                self.signal(signal.SIGKILL)
+                with contextlib.suppress(LabError):
+                    self._guest.start(f"kill -9 -- -$(cat /run/guest/{self._number}.pid)", urgent=True)
                 said = f"{self._text(self.out)[-2000:]}\n{self._text(self.err)[-2000:]}"
                 raise LabError(
                     f"job {self._number} in {self._guest.name} still ran after {seconds:g} s: {said}", code=BROKEN
@@ -96,10 +98,23 @@ class Job:
                                f"{seen[-3000:]}", code=BROKEN)  # fmt: skip
             time.sleep(0.02)
 
+    def wait_for_file(self, path: Path, seconds: float) -> None:
+        """Waits until a file is there that the job makes. Raises LabError when it ends without, or takes too long."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            code = self.code()
+            if (code is not None and not path.exists()) or time.monotonic() > deadline:
+                said = f"{self._text(self.out)[-2000:]}\n{self._text(self.err)[-2000:]}"
+                raise LabError(f"job {self._number} in {self._guest.name} (ended: {code}) made no {path.name}: {said}",
+                               code=BROKEN)  # fmt: skip
+            time.sleep(0.01)
+
     def signal(self, number: signal.Signals) -> None:
         """To the job and all that it started."""
-        with contextlib.suppress(LabError):
-            self._guest.start(f"kill -{number.value} -- -$(cat /run/guest/{self._number}.pid)")
+        self._guest.run(f"kill -{number.value} -- -$(cat /run/guest/{self._number}.pid)", urgent=True)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
     @staticmethod
     def _text(path: Path) -> str:
@@ -127,8 +142,8 @@ class Guest:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def start(self, command: str, environment: Mapping[str, str] | None = None) -> Job:
-        """Starts a shell command. Returns at once."""
+    def start(self, command: str, environment: Mapping[str, str] | None = None, *, urgent: bool = False) -> Job:
+        """Starts a shell command. Returns at once. `urgent`: before everything else that runs there."""
         if not self.alive():
             raise LabError(f"guest {self.name} is gone: {self.console()[-2000:]}", code=BROKEN)
         number = self._numbers
@@ -136,25 +151,29 @@ class Guest:
         variables = {**self._environment, **(environment or {})}
         lines = [f"echo $$ >/run/guest/{number}.pid", f"cd {shlex.quote(self._folder)}"]
         settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items())
-        lines.append(f"exec env -i {settings} /bin/bash -c {shlex.quote(command)}")
+        # init's own priority is higher, or a transfer under way would keep the one processor from it for seconds
+        lower = "" if urgent else f"nice -n {URGENT_NICE} "
+        lines.append(f"exec {lower}env -i {settings} /bin/bash -c {shlex.quote(command)}")
         (self.home / f"{number}.sh").write_text("\n".join(lines) + "\n")
         self._line.sendall(f"{number}\n".encode())
         return Job(self, number)
 
-    def run(self, command: str, *, seconds: float = 60.0, environment: Mapping[str, str] | None = None) -> Done:
+    def run(
+        self, command: str, *, seconds: float = 60.0, environment: Mapping[str, str] | None = None, urgent: bool = False
+    ) -> Done:
         """Runs a shell command to its end. Raises LabError when it takes longer than `seconds`."""
-        return self.start(command, environment).wait(seconds)
+        return self.start(command, environment, urgent=urgent).wait(seconds)
 
     def link(self, *, up: bool, rail: int = 0) -> None:
         """Takes the network device down, or up again: what the guest itself sees as a lost link."""
-        self.run(f"ip link set vec{rail} {'up' if up else 'down'}").check()
+        self.run(f"ip link set vec{rail} {'up' if up else 'down'}", urgent=True).check()
 
     def lose(self, percent: float, rail: int = 0) -> None:
         """Drops this share of the packets that the guest sends; 0 ends it, 100 is a pulled cable."""
         quiet = f"tc qdisc del dev vec{rail} root 2>/dev/null;"
         # the queue holds what Soft-RoCE posts at once: netem's own limit of 1,000 would drop more than was asked for
         more = f" tc qdisc add dev vec{rail} root netem loss {percent:g}% limit 20000" if percent else " true"
-        self.run(quiet + more).check()
+        self.run(quiet + more, urgent=True).check()
 
     def counters(self, rail: int = 0) -> dict[str, int]:
         """Soft-RoCE's hw_counters."""
@@ -168,8 +187,11 @@ class Guest:
 
     def kill(self) -> None:
         """Power loss: SIGKILL to the kernel and the processes that it traces. The wire stays, silent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        for group in (*_children(self._process.pid), self._process.pid):
+            # the kernel makes a session of its own, inside of which are its processes; `timeout` is in another
+            for reach in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    reach(group, signal.SIGKILL)
         self._process.wait()
 
     def ready(self, deadline: float) -> None:
@@ -276,6 +298,7 @@ class Guests:
             "lab_shared": str(self.shared),
             "lab_alone": "no" if self._wires else "yes",
             "lab_mtu": str(MTU),
+            "lab_nice": f"-{URGENT_NICE}",
             "lab_addresses": " ".join(f"{_address(number, rail)}/24" for rail in rails),
             "lab_hosts": "\n".join(f"{_address(other, 0)} {known}" for other, known in enumerate(self._names)),
         }
@@ -315,6 +338,12 @@ class Guests:
             **self._environment,
         }
         return Guest(name, home, _address(number, 0), process, ours, inside, self._folder)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def _address(number: int, rail: int) -> str:

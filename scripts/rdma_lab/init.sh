@@ -52,6 +52,7 @@ for address in $lab_addresses; do
   rail=$((rail + 1))
 done
 
+renice -n "$lab_nice" -p $$ >/dev/null
 exec 3<>/dev/tty1 || die "no control line"
 stty raw -echo <&3
 echo ready >&3

@@ -1,4 +1,4 @@
-"""Debian packages that the lab stands on: installed when this is root and something of theirs is missing, else named."""
+"""Debian packages that the lab stands on. What is missing is installed when this is root, else named."""
 
 from __future__ import annotations
 
