@@ -19,6 +19,8 @@ from typing import Final
 _HEAD_PEEK: Final = 4096
 _HEAD_LIMIT: Final = 65536
 _MOST_PARTS: Final = 1024  # IOV_MAX on Linux
+_BATCH: Final = 1 << 20  # bytes that make the kernel wake a reader
+_BATCH_WAIT: Final = 0.1  # seconds that a batch may take
 _TLS_WRITE: Final = 1 << 20  # a TLS write counts against the timeout as a whole: keep it short
 _NAME: Final = re.compile(rb"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")
 _STATUS: Final = re.compile(rb"^HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?$")
@@ -88,6 +90,8 @@ class Connection:
         # RFC 6761: names under .localhost are this host, which resolvers do not always know
         raw = socket.create_connection(("localhost" if host.endswith(".localhost") else host, port), connect_timeout)
         self.interrupted = False
+        self._timeout = timeout
+        self._batch = True
         self._raw = raw
         self._tls: ssl.SSLSocket | None = None
         try:
@@ -99,9 +103,8 @@ class Connection:
                 self._tls.settimeout(timeout)
                 self._raw = self._tls
             else:
-                span = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, span)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
                 raw.settimeout(None)
         except BaseException:
             raw.close()
@@ -160,16 +163,52 @@ class Connection:
         """Fill `view` with the body; the number of bytes that came, fewer only when the server ended it."""
         got = min(len(head.rest), len(view))
         view[:got] = head.rest[:got]
-        total = len(view)
-        while got < total:
-            if self._tls is None:
-                count = self._raw.recv_into(view[got:], total - got, socket.MSG_WAITALL)
-            else:
-                count = self._raw.recv_into(view[got:], total - got)
+        if self._tls is None:
+            return self._read_plain(view, got)
+        while got < len(view):
+            count = self._raw.recv_into(view[got:], len(view) - got)
             if count == 0:
                 break
             got += count
         return got
+
+    def _read_plain(self, view: memoryview, got: int) -> int:
+        """Fill `view` from `got` on. Raises OSError (BlockingIOError: nothing came for the timeout)."""
+        if self._batch and len(view) - got > 2 * _BATCH:
+            got = self._read_batches(view, got, len(view) - _BATCH)
+        while got < len(view):
+            count = self._raw.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
+            if count == 0:
+                break
+            got += count
+        return got
+
+    def _read_batches(self, view: memoryview, got: int, end: int) -> int:
+        """Fill `view[got:end]`, woken once per `_BATCH` bytes rather than for every segment: half the CPU per byte,
+        measured on loopback. At least `_BATCH` bytes of the body come after `end`, so no wait is for more than
+        what is still to come. A window smaller than a batch would be a deadlock, and a slow peer gains nothing: when
+        a batch takes longer than `_BATCH_WAIT`, this connection is read the plain way from there on.
+        """
+        self._receive_when(2 * _BATCH, _BATCH_WAIT)  # the kernel sizes the window for this ..
+        self._receive_when(_BATCH, _BATCH_WAIT)  # .. so that half of it always fits
+        try:
+            while got < end:
+                count = self._raw.recv_into(view[got:end], end - got, socket.MSG_WAITALL)
+                self._batch = count >= min(_BATCH, end - got)
+                got += count
+                if not self._batch:
+                    break
+        except BlockingIOError:
+            self._batch = False
+        finally:
+            with contextlib.suppress(OSError):  # shut down meanwhile
+                self._receive_when(1, self._timeout)
+        return got
+
+    def _receive_when(self, nbytes: int, seconds: float) -> None:
+        """Wake a receive for `nbytes`, or after `seconds` with what is there."""
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def read_parts(self, head: Head, views: Sequence[memoryview]) -> int:
         """As `read_body`, into several views in turn."""
@@ -250,6 +289,10 @@ class Connection:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._raw.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _parse_head(head: bytes, rest: bytes) -> Head:
