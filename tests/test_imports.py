@@ -30,9 +30,10 @@ ALLOWED = {
     "agent": TOP,
     "node": TOP,
     "bench": TOP,
+    "doctor": TOP,
     "testing": SEAMS,
     "help": set[str](),
-    "cli": {"agent", "node", "bench", "checkpoint", "help"} | TOP,
+    "cli": {"agent", "node", "bench", "checkpoint", "doctor", "help"} | TOP,
 }
 # The demo starts the servers that the tests use; the maker of test models knows the dtypes of the format.
 EXCEPTIONS = {("kvctl/cli/demo.py", "testing"), ("kvctl/testing/models.py", "weights")}

@@ -122,7 +122,7 @@ TREE: Final = (
             ),
             Branch(
                 "transports",
-                "Show how bytes can move here.",
+                "Show, check and make the ways that bytes can move.",
                 (
                     Leaf("ls", "List stores and transports, with what they need.", f"{_COMMANDS}.transports:ls"),
                     Leaf(
@@ -130,6 +130,12 @@ TREE: Final = (
                         "Say which transports can run here, and why others cannot.",
                         f"{_COMMANDS}.transports:probe",
                     ),
+                    Leaf(
+                        "check",
+                        "Hold a store and its transports to the contracts, live.",
+                        f"{_COMMANDS}.transports:check",
+                    ),
+                    Leaf("new", "Write a plug-in package that works, to start from.", f"{_COMMANDS}.transports:new"),
                 ),
             ),
         ),

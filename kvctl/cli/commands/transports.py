@@ -1,4 +1,4 @@
-"""`kvctl transports ls|probe`. Listing loads no plug-in's heavy imports."""
+"""`kvctl transports ls|probe|check|new`. Listing loads no plug-in's heavy imports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from kvctl.cli.app import current
+from kvctl.cli.app import S3Flags, current
 from kvctl.cli.lazy import KvCommand
-from kvctl.cli.options import argument
-from kvctl.cli.tables import table
+from kvctl.cli.options import argument, option, s3_options
+from kvctl.cli.tables import fields, table
 
 # Any: rows of a JSON document
 Row = Mapping[str, Any]
@@ -103,3 +103,109 @@ def probe(name: str | None) -> None:
     current().output.rows("kvctl.probe/1", "transports", rows, human)
     if name is not None and not rows[0]["available"]:
         raise EnvError(f"transport {name} is not available", cause=rows[0]["reason"], hint=rows[0]["hint"] or None)
+
+
+@click.command("check", cls=KvCommand)
+@argument("url", "The store: a path or a URL. Test objects go under a fresh prefix of it, and are removed.")
+@option("--transport", default="auto", envvar=None, help="Check this transport only (default: every one that can run).")
+@option(
+    "--transport-opt", multiple=True, metavar="K=V", envvar=None, help="An option of the transport; repeat for more."
+)
+@s3_options
+def check(url: str, transport: str, transport_opt: tuple[str, ...], **s3: Any) -> None:  # Any: as S3Flags takes them
+    """Hold a store and its transports to the contracts that a repo relies on, live, each claimed or denied ability
+    proved. Writes some hundred objects of up to 300 KB under URL/.kvctl-check-*/ and removes them. Ends with 7 when
+    a check does not hold. Needs pytest: pip install 'kvctl[check]'.
+    """
+    from kvctl.core.config import parse_option
+    from kvctl.core.errors import UsageError
+
+    app = current()
+    found = app.stores(url, S3Flags(**s3))
+    if len(found) != 1:
+        raise UsageError(f"{url} names {len(found)} stores", hint="check one at a time")
+    options = dict(parse_option(item) for item in transport_opt)
+
+    from kvctl.bench.contracts import check_contracts
+
+    with app.running() as ctx:
+        result = check_contracts(found[0], ctx, transport=transport, options=options)
+    document = result.to_json()
+    app.output.result(document, lambda: _checked(document))
+    result.require_held()
+    if result.left:
+        raise UsageError(
+            f"{len(result.left)} test objects could not be removed from {result.url}/{result.prefix}",
+            hint="remove the prefix by hand; the credentials may lack the right to delete",
+        )
+
+
+def _checked(document: Row) -> str:
+    """What was checked by subject, the flags, and every check that did not hold."""
+    checks: list[Row] = document["checks"]
+    rows = []
+    for subject in dict.fromkeys(item["subject"] for item in checks):
+        mine = [item for item in checks if item["subject"] == subject]
+        count = {word: sum(item["outcome"] == word for item in mine) for word in ("held", "broken", "hung", "skipped")}
+        rows.append((subject, count["held"], count["broken"] + count["hung"], count["skipped"]))
+    lines = table(("checked", "held", "broken", "skipped"), rows, right=(1, 2, 3))
+    unchecked = [(way["name"], way["reason"], way["hint"] or "-") for way in document["transports"] if way["reason"]]
+    if unchecked:
+        lines += ["", *table(("not checked", "because", "how to get it"), unchecked)]
+    flags = [
+        (item["subject"], item["flag"], _claim(item["claimed"]), item["verdict"])
+        for item in document["flags"]
+        if item["verdict"] != "not checked"
+    ]
+    lines += ["", *table(("of", "flag", "claimed", "verdict"), flags)]
+    for item in checks:
+        if item["outcome"] not in {"held", "skipped"}:
+            parameters = f" [{item['parameters']}]" if item["parameters"] else ""
+            lines += ["", f"{item['outcome']}: {item['subject']}: {item['check']}{parameters}"]
+            lines += [f"  {line}" for line in item["why"].splitlines()[:6]]
+    lines += [
+        "",
+        *fields(
+            [
+                ("compared through", document["raw"]),
+                ("written under", f"{document['url']}/{document['prefix']}"),
+                ("left there", ", ".join(document["left"][:5]) or "nothing"),
+            ]
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _claim(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+@click.command("new", cls=KvCommand)
+@argument("name", "The plug-in's name: its scheme and transport, such as foo or foo-fast.")
+@option(
+    "--for",
+    "scheme",
+    metavar="SCHEME",
+    envvar=None,
+    help="Only a transport, for the stores of this scheme (default: a store and its transport).",
+)
+@option("--into", type=click.Path(), metavar="DIR", envvar=None, help="New folder (default: ./kvctl-NAME).")
+def new(name: str, scheme: str | None, into: str | None) -> None:
+    """Write a plug-in package that works: entry points, store, transport, contract test, README. Its example keeps
+    objects in an SQLite file; put your server's calls in their place.
+    """
+    from kvctl.cli.scaffold import write_plugin
+    from kvctl.core.errors import UsageError
+    from kvctl.transports.registry import store_specs, transport_specs
+
+    if scheme is not None and scheme not in store_specs():
+        raise UsageError(f"no store knows {scheme}://", hint=f"known here: {', '.join(sorted(store_specs()))}")
+    if name in transport_specs() or (scheme is None and name in store_specs()):
+        raise UsageError(f"{name} is taken: two plug-ins of one name disable each other", hint="choose another name")
+    folder = into or f"kvctl-{name}"
+    written = write_plugin(name, folder, scheme=scheme)
+    document = {"name": name, "folder": folder, "files": written}
+    steps = f"cd {folder} && pip install -e '.[test]' && pytest"
+    current().output.document("kvctl.transports-new/1", document, lambda: "\n".join([*written, "", f"next: {steps}"]))
