@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -198,8 +199,9 @@ class _without:  # noqa: N801 - reads as a statement
 
 
 def find_member(repo: Repo, which: str) -> RepoMember:
-    """The member of that name, URL or (beginning of an) id. Raises NotFoundError, UsageError when several fit."""
-    exact = [member for member in repo.members if which in {member.name, member.config.url, member.id}]
+    """The member of that name, URL, path or (beginning of an) id. Raises NotFoundError, UsageError when several fit."""
+    named = {which, f"file://{os.path.abspath(which)}"}  # a path is a store's address everywhere else
+    exact = [member for member in repo.members if not named.isdisjoint({member.name, member.config.url, member.id})]
     fits = exact or [member for member in repo.members if len(which) >= 4 and member.id.startswith(which)]
     if not fits:
         raise NotFoundError(

@@ -36,6 +36,11 @@ class RepoModel(Opened):
     def close(self) -> None:
         self.repo.close()
 
+    def moved(self) -> bool:
+        generation = self.repo.format.generation
+        self.repo.refresh()
+        return self.repo.format.generation > generation
+
     def digests(self) -> list[TensorDigest]:
         """What the manifest says of every tensor; chunks are verified against it as they land."""
         tensors = self.manifest.tensors

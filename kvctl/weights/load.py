@@ -18,6 +18,7 @@ from kvctl.core.errors import (
     IntegrityError,
     InterruptedRunError,
     KvctlError,
+    NotFoundError,
     TransientError,
     UsageError,
 )
@@ -97,11 +98,15 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
             if required is not None and landings is None and isinstance(source, PlainModel):
                 _verify_stream(source, required, report, watch, ctx)
                 return report, None
-            loading = _Loading(request, source, plan, target, report, ctx)
             try:
-                loading.move(watch)
-            finally:
-                loading.release()
+                _move(request, source, plan, target, report, ctx, watch)
+            except NotFoundError:
+                if not source.moved():
+                    raise
+                # a rebalance or drain took chunks elsewhere since the plan was made; what landed stays
+                report.notes.append("the repo's members changed while loading: the rest was looked up again")
+                plan = source.plan()
+                _move(request, source, plan, target, report, ctx, watch)
             if required is not None and landings is not None:
                 report.verified = Verification(
                     "full", "", check_landed(plan.tensors, tuple(landings), required, plan.source)
@@ -110,6 +115,16 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return report, (Loaded(plan, landings) if landings is not None else None)
+
+
+def _move(
+    request: LoadRequest, source: Opened, plan: LoadPlan, target: Target, report: Report, ctx: Context, watch: Stopwatch
+) -> None:
+    loading = _Loading(request, source, plan, target, report, ctx)
+    try:
+        loading.move(watch)
+    finally:
+        loading.release()
 
 
 def _required(request: LoadRequest, plan: LoadPlan) -> DigestsFile | None:

@@ -94,6 +94,10 @@ class Opened(ABC):
     @abstractmethod
     def plan(self) -> LoadPlan: ...
 
+    def moved(self) -> bool:
+        """Whether a new `plan` would look for bytes in other places than the last one did. Asks the source."""
+        return False
+
     @property
     def retries(self) -> int:
         """Control calls (lists, headers) that were tried again so far."""
