@@ -16,7 +16,7 @@ from kvctl.kv.tokens import ANCHOR_TOKENS
 
 SMALLEST: Final = 4 * MIB
 LARGEST: Final = 64 * MIB
-TARGET: Final = 16 * MIB
+TARGET: Final = 64 * MIB
 MOST_PACKS: Final = 4096  # of one session, as far as packs of LARGEST allow: keeps its manifest small
 
 

@@ -1,29 +1,29 @@
 """The ranges of packs that a layout needs, and what becomes of the bytes: verified, decoded, put where they belong.
 
-A range is a run of whole fragments (the unit of checksum and codec), split at layers when layers are delivered one by
-one. What is fetched beyond what is needed is the rest of fragments at the ends, and the padding between fragments.
+Most bytes are read straight into the receiver's memory and verified there; what must be decoded or cut goes through
+staging (`kvctl.kv.pieces`). What is fetched beyond what is needed is the rest of fragments at the ends, and the padding
+between fragments.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
 
 import xxhash
 
 from kvctl.core.errors import IncompatibleError, IntegrityError, KvctlError, MemberDownError, NotFoundError
-from kvctl.core.units import MIB
 from kvctl.kv.codecs import NONE
 from kvctl.kv.identity import Group
+from kvctl.kv.landing import place_fragment
 from kvctl.kv.manifest import PackRow
-from kvctl.kv.packs import Fragment, PackHeader, decode_fragment, ranges, verify_fragment
+from kvctl.kv.packgeometry import PackGeometry
+from kvctl.kv.packs import Fragment, PackHeader, decode_fragment, verify_fragment
+from kvctl.kv.pieces import STAGED, Piece, Want, longest_of, plan
 from kvctl.kv.reading import StoredSession
 from kvctl.kv.seams import LayerKv, Layout, Slot
+from kvctl.kv.views import TokenView
 from kvctl.transfer.tasks import Place, StageClock, Task
-
-PIECE: Final = 8 * MIB  # a range is no longer than this, unless one fragment is
 
 
 def choose_heads(group: Group, rank: int, size: int) -> tuple[int, int]:
@@ -44,18 +44,38 @@ def choose_heads(group: Group, rank: int, size: int) -> tuple[int, int]:
     return rank * group.kv_heads // size, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One ranged read of a pack: whole fragments that follow each other."""
+class _Room:
+    """The receiver's memory for one group: its slots by layer, their views (K and V of each in turn)."""
 
-    row: PackRow
-    offset: int
-    length: int
-    fragments: tuple[Fragment, ...]
+    def __init__(self, group: int, slots: Sequence[tuple[Slot, LayerKv]]) -> None:
+        self.group = group
+        self.slots = {slot.layer: (slot, kv) for slot, kv in slots}
+        self.views = [view for _, kv in slots for view in (kv.k, kv.v)]
+        self.layers = tuple(slot.layer for slot, _ in slots)
+        self.slot = slots[0][0]  # heads and tokens are those of all
 
-    @property
-    def layer(self) -> int:
-        return self.fragments[0].place.layer
+
+class _Part:
+    """A piece of one pack on its way. `parts`: what its steps became, while it is under way."""
+
+    __slots__ = ("header", "key", "parts", "piece", "room", "row", "shifts")
+
+    def __init__(self, row: PackRow, header: PackHeader, piece: Piece, room: _Room, shifts: tuple[int, int]) -> None:
+        self.row = row
+        self.header = header
+        self.piece = piece
+        self.room = room
+        self.shifts = shifts  # bytes from the layout's first token to the pack's, in a row of keys and of values
+        self.key = (row, piece.offset)
+        self.parts: list[memoryview | int] = []
+
+    def spread(self) -> list[memoryview | int]:
+        views, shifts = self.room.views, self.shifts
+        self.parts = [
+            nbytes if view == STAGED else views[view][at + shifts[view & 1] : at + shifts[view & 1] + nbytes]
+            for _, view, at, nbytes in self.piece.steps
+        ]
+        return self.parts
 
 
 class Fetch:
@@ -70,117 +90,87 @@ class Fetch:
         ready: Callable[[int], None] | None,
     ) -> None:
         self._session = session
-        self._layout = layout
         self._tokens = layout.tokens
-        self._slots: dict[tuple[int, int], tuple[Slot, LayerKv]] = {
-            (slot.group, slot.layer): (slot, view) for slot, view in zip(layout.slots, views, strict=True)
-        }
+        self._longest = longest_of(layout.nbytes)
+        pairs = list(zip(layout.slots, views, strict=True))
+        self._rooms = [
+            _Room(group, [pair for pair in pairs if pair[0].group == group])
+            for group in sorted({slot.group for slot in layout.slots})
+        ]
         self._clock = clock
         self._ready = ready
         self._landed: set[tuple[PackRow, int]] = set()
         self._suspect: dict[tuple[PackRow, int], str] = {}
+        self._layers = sorted({slot.layer for slot in layout.slots})
         self._left: dict[int, set[tuple[PackRow, int]]] = {}
         self._next = 0
         self._lock = threading.Lock()
         self._scratch = threading.local()
-        self._need: dict[tuple[PackRow, int], int] = {}
-        self._spans: dict[tuple[PackRow, int], dict[int, tuple[int, int]]] = {}
-        self._pieces: list[Piece] = []
+        self._plans: dict[tuple[PackGeometry, Want], list[Piece]] = {}
+        self._pieces: list[_Part] = []
         self.packs = 0
 
     @property
     def needed(self) -> int:
         """Bytes, as stored, that the prefix needs."""
-        return sum(self._need[piece.row, piece.offset] for piece in self._pieces)
+        return sum(part.piece.needed for part in self._pieces)
 
     def shrink(self, tokens: int) -> None:
         """Fetch no more than the first `tokens` tokens; the layout stays."""
         self._tokens = tokens
-        self._spans.clear()
 
     def tasks(self) -> list[Task]:
         """Reads of what has not landed yet. Raises MemberDownError when a pack's members are all down."""
-        self._pieces = sorted(self._cut(), key=lambda piece: (piece.layer if self._ready else 0, piece.row.first))
-        layers = sorted({layer for _, layer in self._slots})
-        self._left = {layer: set() for layer in layers}
-        for piece in self._pieces:
-            if (piece.row, piece.offset) not in self._landed:
-                for fragment in piece.fragments:
-                    self._left[fragment.place.layer].add((piece.row, piece.offset))
-        with self._lock:
-            self._hand_over()
-        return [self._task(piece) for piece in self._pieces if (piece.row, piece.offset) not in self._landed]
+        self._pieces = sorted(
+            self._cut(), key=lambda part: (part.piece.layers[0] if self._ready else 0, part.row.first)
+        )
+        left = [part for part in self._pieces if part.key not in self._landed]
+        if self._ready is not None:
+            self._left = {layer: set() for layer in self._layers}
+            for part in left:
+                for layer in part.piece.layers:
+                    self._left[layer].add(part.key)
+            with self._lock:
+                self._hand_over()
+        return [self._task(part) for part in left]
 
-    def _cut(self) -> Iterator[Piece]:
+    def _cut(self) -> Iterator[_Part]:
         session, size = self._session, self._session.descriptor.block_tokens
         rows: set[PackRow] = set()
-        for number in sorted({slot.group for slot in self._layout.slots}):
-            slots = [slot for slot in self._layout.slots if slot.group == number]
-            first = slots[0]
-            layers = [slot.layer for slot in slots]
-            heads = (first.first_head, first.first_head + first.heads)
-            recurrent = session.descriptor.groups[number].recurrent
-            start = self._tokens - 1 if recurrent else first.start
-            for row in session.manifest.packs_of(number):
+        for room in self._rooms:
+            slot = room.slot
+            recurrent = session.descriptor.groups[room.group].recurrent
+            start = self._tokens - 1 if recurrent else slot.start
+            for row in session.manifest.packs_of(room.group):
                 if row.first >= self._tokens or row.end <= start:
                     continue
-                begin = row.first // size * size
-                block = 0 if recurrent else max(0, (start - begin) // size)
-                end = 1 if recurrent else -(-(min(self._tokens, row.end) - begin) // size)
                 rows.add(row)
-                for span in ranges(session.headers[row], layers, heads, block, end - block):
-                    yield from self._split(row, span.fragments)
+                header = session.headers[row]
+                begin = row.first // size * size
+                # the pack may go on with blocks of another session's chain
+                low, high = max(row.first, start) - begin, min(row.end, self._tokens) - begin
+                if recurrent:
+                    low, high, begin = 0, 1, slot.start
+                shift = begin - slot.start
+                shifts = (shift * slot.k_row, shift * slot.v_row)
+                want = Want(
+                    room.layers, slot.first_head, slot.heads, low, high, slot.end - slot.start,
+                    self._ready is not None, self._longest,
+                )  # fmt: skip
+                for piece in self._planned(header, want):
+                    yield _Part(row, header, piece, room, shifts)
         self.packs = len(rows)
 
-    def _split(self, row: PackRow, fragments: Sequence[Fragment]) -> Iterator[Piece]:
-        run: list[Fragment] = []
-        for fragment in fragments:
-            if run and (
-                fragment.end - run[0].offset > PIECE or (self._ready and fragment.place.layer != run[0].place.layer)
-            ):
-                yield self._piece(row, run)
-                run = []
-            run.append(fragment)
-        yield self._piece(row, run)
-
-    def _piece(self, row: PackRow, run: Sequence[Fragment]) -> Piece:
-        piece = Piece(row, run[0].offset, run[-1].end - run[0].offset, tuple(run))
-        header = self._session.headers[row]
-        if header.geometry.group.recurrent:
-            self._need[row, piece.offset] = piece.length
-            return piece
-        spans = self._spans_of(header, row)
-        slot, _ = self._slots[row.group, piece.layer]
-        first, end = slot.first_head, slot.first_head + slot.heads
-        size = header.geometry.block_tokens
-        need = 0
-        for item in run:
-            place = item.place
-            low, high = spans[place.block]
-            if high - low == (place.end_block - place.block) * size and first <= place.head and place.end_head <= end:
-                need += item.stored
-            else:
-                heads = min(place.end_head, end) - max(place.head, first)
-                whole = (place.end_block - place.block) * size * (place.end_head - place.head)
-                need += item.stored * max(0, high - low) * heads // whole
-        self._need[row, piece.offset] = need
-        return piece
-
-    def _spans_of(self, header: PackHeader, row: PackRow) -> dict[int, tuple[int, int]]:
-        """First and end token that the layout takes of each run of blocks of a pack, by the run's first block."""
-        start = next(slot.start for (group, _), (slot, _) in self._slots.items() if group == row.group)
-        known = self._spans.get((row, start))
+    def _planned(self, header: PackHeader, want: Want) -> list[Piece]:
+        if not header.fragments.plain:
+            return plan(header, want)
+        known = self._plans.get((header.geometry, want))
         if known is None:
-            step, blocks = header.geometry.run_blocks, header.blocks
-            limit = min(row.end, self._tokens)  # the pack may go on with blocks of another session's chain
-            known = self._spans[row, start] = {
-                block: (max(blocks[block].start, start), min(blocks[min(block + step, len(blocks)) - 1].end, limit))
-                for block in range(0, len(blocks), step)
-            }
+            known = self._plans[header.geometry, want] = plan(header, want)
         return known
 
-    def _task(self, piece: Piece) -> Task:
-        ref = self._session.ref(piece.row)
+    def _task(self, part: _Part) -> Task:
+        ref = self._session.ref(part.row)
         members = self._session.repo.locate(ref.digest)
         places = tuple(Place(member.index, ref.key) for member in members if member.down is None)
         if not places:
@@ -190,112 +180,83 @@ class Fetch:
                 hint="bring it back, or see `kvctl repo status`",
             )
 
-        def on_bytes(_: Task, view: memoryview) -> None:
-            self._land(piece, view)
+        def on_bytes(_: Task, staged: memoryview) -> None:
+            self._land(part, staged)
 
         return Task(
             places,
-            piece.offset,
-            piece.length,
+            part.piece.offset,
+            part.piece.length,
             object_size=ref.size,
             on_bytes=on_bytes,
-            priority=piece.layer if self._ready else 0,
+            priority=part.piece.layers[0] if self._ready else 0,
+            spread=part.spread,
         )
 
-    def _land(self, piece: Piece, view: memoryview) -> None:
-        """Verify a range and put it where it belongs. On a finisher thread."""
-        where = (piece.row, piece.offset)
-        header = self._session.headers[piece.row]
-        base = piece.offset
+    def _land(self, part: _Part, staged: memoryview) -> None:
+        """Verify a range where it landed, and put what was staged where it belongs. On a finisher thread."""
         try:
             with self._clock.timed("verify"):
-                digest = xxhash.xxh3_64_intdigest
-                for fragment in piece.fragments:
-                    at = fragment.offset - base
-                    stored = view[at : at + fragment.stored]
-                    if digest(stored) != fragment.checksum:
-                        verify_fragment(header, fragment, stored)
-            with self._clock.timed("copy"):
-                self._copy(header, piece, view)
+                self._verify(part, staged)
+            if staged:
+                with self._clock.timed("copy"):
+                    self._copy(part, staged)
         except IntegrityError as error:
             with self._lock:
-                self._suspect[where] = str(error)
+                self._suspect[part.key] = str(error)
             raise
+        part.parts = []
         with self._lock:
-            self._suspect.pop(where, None)
-            self._landed.add(where)
-            for fragment in piece.fragments:
-                self._left[fragment.place.layer].discard(where)
-            self._hand_over()
+            self._suspect.pop(part.key, None)
+            self._landed.add(part.key)
+            if self._ready is not None:
+                for layer in part.piece.layers:
+                    self._left[layer].discard(part.key)
+                self._hand_over()
+
+    def _verify(self, part: _Part, staged: memoryview) -> None:
+        fragments = part.header.fragments
+        checksums, digest = fragments.checksums, xxhash.xxh3_64_intdigest
+        at = 0
+        for step, place in zip(part.piece.steps, part.parts, strict=True):
+            if isinstance(place, int):
+                view, at = staged[at : at + place], at + place
+            else:
+                view = place
+            if step.fragment >= 0 and digest(view) != checksums[step.fragment]:
+                verify_fragment(part.header, fragments[step.fragment], view)
 
     def _hand_over(self) -> None:
         if self._ready is None:
             return
-        layers = list(self._left)
-        while self._next < len(layers) and not self._left[layers[self._next]]:
-            self._ready(layers[self._next])
+        while self._next < len(self._layers) and not self._left[self._layers[self._next]]:
+            self._ready(self._layers[self._next])
             self._next += 1
 
-    def _copy(self, header: PackHeader, piece: Piece, view: memoryview) -> None:
-        """Runs of one head that follow each other in the pack and in the layout are one copy."""
-        row, base = piece.row, piece.offset
-        if header.geometry.group.recurrent:
-            for fragment in piece.fragments:
-                _, kv = self._slots[row.group, fragment.place.layer]
-                at = fragment.offset - base
-                kv.k[:] = self._raw(header, fragment, view[at : at + fragment.stored])
-            return
-        spans = self._spans_of(header, row)
-        blocks = header.blocks
-        out = memoryview(b"")
-        layer, part = -1, ""
-        begin = end = to = 0  # of a copy that may still grow: [begin, end) of the view, to out[to:]
-        for fragment in piece.fragments:
-            place = fragment.place
-            if place.layer != layer or place.part != part:
-                if end > begin:
-                    out[to : to + end - begin] = view[begin:end]
-                layer, part = place.layer, place.part
-                slot, kv = self._slots[row.group, layer]
-                out, width = (kv.k, slot.k_row) if part == "k" else (kv.v, slot.v_row)
-                first, last, held = slot.first_head, slot.first_head + slot.heads, (slot.end - slot.start) * width
-                begin = end = 0
-            low, high = spans[place.block]
-            if high <= low:
+    def _copy(self, part: _Part, staged: memoryview) -> None:
+        header, at = part.header, 0
+        for step in part.piece.steps:
+            if step.view != STAGED:
                 continue
-            length = (high - low) * width
-            source = (low - blocks[place.block].start) * width
-            target = (low - slot.start) * width
-            if fragment.codec == NONE and place.end_head - place.head == 1:
-                if not first <= place.head < last:
-                    continue
-                source += fragment.offset - base
-                target += (place.head - first) * held
-                if source == end and target == to + end - begin:
-                    end += length
-                    continue
-                if end > begin:
-                    out[to : to + end - begin] = view[begin:end]
-                begin, end, to = source, source + length, target
+            stored, at = staged[at : at + step.nbytes], at + step.nbytes
+            if step.fragment < 0:
                 continue
-            at = fragment.offset - base
-            raw = self._raw(header, fragment, view[at : at + fragment.stored])
-            each = place.raw // (place.end_head - place.head)
-            for head in range(max(place.head, first), min(place.end_head, last)):
-                here = (head - place.head) * each + source
-                there = (head - first) * held + target
-                out[there : there + length] = raw[here : here + length]
-        if end > begin:
-            out[to : to + end - begin] = view[begin:end]
+            fragment = header.fragments[step.fragment]
+            slot, kv = part.room.slots[fragment.place.layer]
+            target = TokenView(
+                kv.k if fragment.place.part == "k" else kv.v, slot.start, slot.end - slot.start, slot.first_head
+            )
+            end = min(part.row.end, self._tokens)
+            place_fragment(header, fragment, self._raw(header, fragment, stored), target, end=end)
 
     def _raw(self, header: PackHeader, fragment: Fragment, stored: memoryview) -> memoryview:
         if fragment.codec == NONE:
             return stored
-        raw = self._room(fragment.place.raw)
+        raw = self._room_for(fragment.place.raw)
         decode_fragment(header, fragment, stored, raw)
         return raw
 
-    def _room(self, nbytes: int) -> memoryview:
+    def _room_for(self, nbytes: int) -> memoryview:
         known: memoryview | None = getattr(self._scratch, "view", None)
         if known is None or len(known) < nbytes:
             known = self._scratch.view = memoryview(bytearray(nbytes))
@@ -305,7 +266,7 @@ class Fetch:
         """After a run that failed: the packs that cannot be read whole from anywhere, and why."""
         found = {row: self._why(row, "damaged", error) for (row, _), error in self._suspect.items()}
         self._suspect.clear()
-        for row in {piece.row for piece in self._pieces if (piece.row, piece.offset) not in self._landed}:
+        for row in {part.row for part in self._pieces if part.key not in self._landed}:
             if row not in found and (problem := self._missing(row)):
                 found[row] = self._why(row, "missing", problem)
         return found

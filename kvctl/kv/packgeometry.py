@@ -14,7 +14,8 @@ from kvctl.kv.tokens import ANCHOR_TOKENS, BLOCK_TOKENS
 PAGE: Final = 4 * KIB
 SMALL: Final = 64 * KIB  # fragments up to this are packed
 ALIGN: Final = 64
-RUN_BYTES: Final = 32 * KIB  # what a default fragment has at least, where the pack has so much
+RUN_BYTES: Final = 128 * KIB  # what a default fragment has at least, where the pack has so much ..
+RUN_TOKENS: Final = 512  # .. in so many tokens: where a shorter prefix is fetched, the rest of a fragment is waste
 PARTS: Final = ("k", "v")
 
 FIXED: Final = struct.Struct("<8sIIQQ32s16s16s17I28s")
@@ -38,14 +39,16 @@ class PackGeometry:
 
     @classmethod
     def default(cls, descriptor: Descriptor, index: int, blocks: int, *, run_blocks: int | None = None) -> PackGeometry:
-        """One head a fragment (more where that is below 4 KiB), runs of at least 32 KiB unless `run_blocks` says."""
+        """One head a fragment (more where that is below 4 KiB), runs of at least 128 KiB, but of no more than 512
+        tokens, unless `run_blocks` says.
+        """
         group = descriptor.groups[index]
         whole = cls(index, group, descriptor.dtype, blocks, 1, blocks, descriptor.block_tokens)
         smallest = min(whole.row(part) for part in whole.parts) * whole.rows
         step = 1
         while step < group.kv_heads and step * smallest * blocks < PAGE:
             step = min(2 * step, group.kv_heads)
-        run = run_blocks or max(1, -(-RUN_BYTES // (smallest * step)))
+        run = run_blocks or max(1, min(-(-RUN_BYTES // (smallest * step)), RUN_TOKENS // descriptor.block_tokens))
         return replace(whole, head_step=step, run_blocks=min(run, blocks))
 
     @property

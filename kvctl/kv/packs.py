@@ -14,12 +14,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
 from kvctl.core.errors import FormatError, IncompatibleError, IntegrityError, SizeMismatchError, UsageError
 from kvctl.kv import codecs
+from kvctl.kv.fragments import Fragment, FragmentTable, parse_fragments
 from kvctl.kv.identity import Group
 from kvctl.kv.packgeometry import BLOCK, FIXED, FRAGMENT, PAGE, PackGeometry, Place, aligned
 from kvctl.kv.tokens import TOKEN_HMAC_SIZE, BlockKey
@@ -46,21 +47,6 @@ VERSION: Final = 1
 _CHECKSUM_AT: Final = 24
 
 
-class Fragment(NamedTuple):
-    """Where a fragment lies in the pack and how. `offset` from the start of the pack, `stored` in bytes."""
-
-    place: Place
-    offset: int
-    stored: int
-    codec: str
-    width: int
-    checksum: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.stored
-
-
 @dataclass(frozen=True, slots=True)
 class PackHeader:
     """A parsed header. `where` names the pack in errors. `first`: the first token that is there, in or at the start of
@@ -74,7 +60,7 @@ class PackHeader:
     pack_size: int
     first: int
     blocks: tuple[BlockKey, ...] = field(repr=False)
-    fragments: tuple[Fragment, ...] = field(repr=False)
+    fragments: FragmentTable = field(repr=False)
 
     @property
     def tokens(self) -> int:
@@ -83,10 +69,13 @@ class PackHeader:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One contiguous range of a pack to read, and the fragments it holds; between them are at most padding bytes."""
+    """One contiguous range of a pack to read, and the fragments it holds, from number `first` of the pack on; between
+    them are at most padding bytes.
+    """
 
     offset: int
     length: int
+    first: int
     fragments: tuple[Fragment, ...]
 
 
@@ -274,29 +263,8 @@ def parse_pack_header(data: bytes | memoryview, where: str) -> PackHeader:
     if absent >= keys[0].count:
         raise bad(f"{absent} tokens of a first block of {keys[0].count} are absent")
     table = memoryview(raw)[fragments_at : fragments_at + FRAGMENT.size * count]
-    fragments = _fragments(geometry, table, pack_size, where)
+    fragments = parse_fragments(geometry, table, pack_size, where)
     return PackHeader(where, ns, geometry, size, pack_size, keys[0].start + absent, keys, fragments)
-
-
-def _fragments(geometry: PackGeometry, table: memoryview, pack_size: int, where: str) -> tuple[Fragment, ...]:
-    places = geometry.places()
-    width_of, known = geometry.element, codecs.CODECS
-    at = geometry.header_size
-    found: list[Fragment] = []
-    for place, (offset, stored, raw, codec, width, checksum) in zip(places, FRAGMENT.iter_unpack(table), strict=True):
-        if offset != aligned(at, stored) or raw != place.raw or width != width_of or not 0 < stored <= raw:
-            raise FormatError(
-                f"{where} is malformed",
-                cause=f"fragment {len(found)}: {stored} bytes at {offset} for {raw}, expected {place.raw} from {at} on",
-                hint="see `kvctl repo check`",
-            )
-        if codec >= len(known):
-            raise IncompatibleError(f"{where} has fragments of codec {codec}", hint="use a newer kvctl to read it")
-        found.append(Fragment(place, offset, stored, known[codec], width, checksum))
-        at = offset + stored
-    if at != pack_size:
-        raise FormatError(f"{where} is malformed", cause=f"its fragments end at {at}, it says {pack_size} bytes")
-    return tuple(found)
 
 
 def ranges(
@@ -312,7 +280,7 @@ def ranges(
     end = header.geometry.blocks if count is None else first_block + count
     low, high = heads or (0, header.geometry.group.kv_heads)
     wanted = None if layers is None else frozenset(layers)
-    spans: list[list[Fragment]] = []
+    spans: list[tuple[int, list[Fragment]]] = []
     before = -2
     for number, fragment in enumerate(header.fragments):
         place = fragment.place
@@ -325,11 +293,11 @@ def ranges(
         ):
             continue
         if before == number - 1:
-            spans[-1].append(fragment)
+            spans[-1][1].append(fragment)
         else:
-            spans.append([fragment])
+            spans.append((number, [fragment]))
         before = number
-    return [Span(part[0].offset, part[-1].end - part[0].offset, tuple(part)) for part in spans]
+    return [Span(part[0].offset, part[-1].end - part[0].offset, first, tuple(part)) for first, part in spans]
 
 
 def verify_fragment(header: PackHeader, fragment: Fragment, stored: memoryview) -> None:

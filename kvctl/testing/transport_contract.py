@@ -147,6 +147,33 @@ class TransportContract:
         _assert_failed(done, NotFoundError, "no/such")
         buffer.check()
 
+    @pytest.mark.parametrize(
+        "sizes", [(SIZE,), (1, SIZE - 1), (7,) * 3_000 + (SIZE - 21_000,), (70_000, 4096, 1, 90_000)]
+    )
+    def test_a_read_fills_its_parts_in_turn(
+        self, case: TransportCase, transport: Transport, buffer: GuardedBuffer, sizes: tuple[int, ...]
+    ) -> None:
+        length = sum(sizes)
+        offset = SIZE - length
+        version = case.raw_put("k", DATA)
+        places: list[tuple[int, int]] = []
+        at = 0
+        for size in sizes:  # one byte apart, so that a byte too many is seen
+            places.append((at, at + size))
+            at += size + 1
+        parts = tuple(buffer.view[start:end] for start, end in places)
+        done = drive(transport, [Op(3, "read", "k", offset, length, buffer, 0, version, SIZE, parts=parts)])[3]
+        if not transport.capabilities.scatter:
+            _assert_failed(done, UsageError)
+            buffer.check()
+            return
+        assert (done.status, done.error, done.nbytes) == (Status.DONE, None, length)
+        assert b"".join(parts) == DATA[offset:]
+        buffer.check(*places)
+        late = Op(4, "read", "k", offset, length + 1, buffer, 0, version, parts=(*parts, buffer.view[at : at + 1]))
+        _assert_failed(drive(transport, [late])[4], SizeMismatchError, str(SIZE))
+        del parts, late
+
     def test_many_operations_in_flight_end_once_each(
         self, case: TransportCase, transport: Transport, buffer: GuardedBuffer
     ) -> None:

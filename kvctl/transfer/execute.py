@@ -35,7 +35,7 @@ from kvctl.core.units import format_size
 from kvctl.memory.arena import Arena
 from kvctl.memory.buffers import Buffer
 from kvctl.transfer.lanes import Lane, percentile
-from kvctl.transfer.tasks import Place, RunStats, Task
+from kvctl.transfer.tasks import Place, RunStats, Spread, Task
 from kvctl.transports.api import Completion, Op, Status
 
 TICK: Final = 0.05  # seconds between looks at deadlines, delayed retries and hedges
@@ -70,6 +70,7 @@ class _Attempt:
     place: Place
     started: float
     scratch: int | None = None
+    spread: Spread | None = None  # where the transport itself puts the bytes
     lost: bool = False  # another attempt has won; what this one brings is not used
 
 
@@ -229,7 +230,9 @@ class Executor:
                 if self._over and not busy:
                     return
                 if not ops and not busy:
-                    self._cv.wait(TICK if self._delayed or lane.not_before else 1.0)
+                    # an idle lane has to look again where it may soon retry, or hedge what others are slow with
+                    soon = self._delayed or lane.not_before or (self._hedge and self._attempts)
+                    self._cv.wait(TICK if soon else 1.0)
                     continue
                 stale = [] if cancelled or not self._over else self._of(lane)
             if stale:
@@ -306,20 +309,24 @@ class Executor:
         if self._budget is not None and self._inflight_bytes and self._inflight_bytes + task.length > self._budget:
             return None
         buffer, offset = task.buffer, task.buffer_offset
+        spread: Spread | None = None
         if buffer is None:
             if self._arena is None:
                 raise AssertionError("a task without a buffer needs an arena")
+            # a slot even where all bytes land elsewhere: it bounds how far reads run ahead of verification
             slot = self._arena.take(task.offset)
             if slot is None:
                 return None
             state.slot = offset = slot
             buffer = self._arena.buffer
+            if task.spread is not None and lane.transport.capabilities.scatter:
+                spread = task.spread()
         if source[-1] is state:
             source.pop()
         else:
             source.remove(state)
         place = next(p for p in task.places if p.member == lane.member)
-        return self._issue(_Attempt(next(self._ids), state, lane, place, now), buffer, offset)
+        return self._issue(_Attempt(next(self._ids), state, lane, place, now, spread=spread), buffer, offset)
 
     def _elsewhere(self, state: _State, lane: Lane) -> bool:
         return any(
@@ -382,9 +389,10 @@ class Executor:
             lane.active_since = attempt.started
         self._inflight[id(lane)] += 1
         self._inflight_bytes += task.length
+        parts = () if attempt.spread is None else _parts(attempt.spread, buffer.view, offset)
         return Op(
             attempt.op_id, task.kind, place.key, task.offset, task.length, buffer, offset, place.version,
-            task.object_size, task.priority,
+            task.object_size, task.priority, parts,
         )  # fmt: skip
 
     # -- completions -------------------------------------------------------------------------------------
@@ -523,7 +531,8 @@ class Executor:
 
     def _finish(self, state: _State, attempt: _Attempt) -> None:
         state.finishing = True
-        if state.task.on_bytes is None and attempt.scratch is None:
+        placed = state.task.spread is None or attempt.spread is not None
+        if state.task.on_bytes is None and attempt.scratch is None and placed:
             self._done(state)
             return
         if self._pool is None:
@@ -536,6 +545,10 @@ class Executor:
             view = self._destination(state)
             if attempt.scratch is not None and self._hedge_arena is not None:
                 view[:] = self._hedge_arena.buffer.view[attempt.scratch : attempt.scratch + task.length]
+            if attempt.spread is not None:
+                view = view[: sum(item for item in attempt.spread if isinstance(item, int))]
+            elif task.spread is not None:
+                view = _spread_out(view, task.spread())
             if task.on_bytes is not None:
                 task.on_bytes(task, view)
         except IntegrityError as error:
@@ -597,3 +610,31 @@ class Executor:
         if attempt.scratch is not None and self._hedge_arena is not None:
             self._hedge_arena.give(attempt.scratch)
             attempt.scratch = None
+
+
+def _parts(spread: Spread, arena: memoryview, at: int) -> tuple[memoryview, ...]:
+    """The spread as views: what goes through the arena, from `at` on in one piece."""
+    if all(isinstance(item, memoryview) for item in spread):
+        return tuple(spread)  # type: ignore[arg-type]  # as the line above says
+    parts: list[memoryview] = []
+    for item in spread:
+        if isinstance(item, memoryview):
+            parts.append(item)
+        else:
+            parts.append(arena[at : at + item])
+            at += item
+    return tuple(parts)
+
+
+def _spread_out(view: memoryview, spread: Spread) -> memoryview:
+    """Copy a range in one piece to where its bytes belong; what is left to the arena moves to the view's start."""
+    at = kept = 0
+    for item in spread:
+        if isinstance(item, memoryview):
+            item[:] = view[at : at + len(item)]
+            at += len(item)
+        else:
+            view[kept : kept + item] = view[at : at + item]
+            kept += item
+            at += item
+    return view[:kept]

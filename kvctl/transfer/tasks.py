@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +21,10 @@ class Place:
     version: str | None = None
 
 
+Spread = Sequence[memoryview | int]
+"""Where the bytes of a range go, in turn: into a view, or, for so many of them, through the arena."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Move `length` bytes at `offset` of an object. Any of `places` serves a read, best first; a write has one.
@@ -28,6 +32,10 @@ class Task:
     `buffer` None: the bytes land in a slot of the executor's arena, which is free again when `on_bytes`
     returns. `on_bytes(task, view)` verifies and hands over, on a worker thread; an IntegrityError from it makes
     the executor try another place. Lower `priority` first.
+
+    `spread`, without a buffer: a read whose bytes go to several places. It is called for each attempt, under the
+    executor's lock. Transports with `scatter` move the bytes there themselves; else they go through the arena. The
+    view that `on_bytes` gets is then what the spread leaves to the arena, in one piece.
     """
 
     places: tuple[Place, ...]
@@ -39,6 +47,7 @@ class Task:
     buffer_offset: int = 0
     on_bytes: Callable[[Task, memoryview], None] | None = None
     priority: int = 0
+    spread: Callable[[], Spread] | None = None
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class Capabilities:
     must be multiples of (1: any). max_in_flight: operations it works on at once. ranged_write: a write may
     cover part of an object. one_sided: completions may be `unknown`. durable: a completed write survives
     power loss. zero_copy: bytes land in the buffer without an intermediate copy in user space.
-    writes: it can write at all.
+    writes: it can write at all. scatter: a read takes `Op.parts`.
     """
 
     memory_kinds: frozenset[str] = HOST_KINDS
@@ -127,6 +127,7 @@ class Capabilities:
     durable: bool = True
     zero_copy: bool = True
     writes: bool = True
+    scatter: bool = False
 
 
 class Status(enum.Enum):
@@ -146,7 +147,8 @@ class Op:
 
     read: `version` (if given) must be the object's, else VersionChangedError; `object_size` (if given) is what
     the object must measure, else SizeMismatchError. write: makes the whole object of `object_size` bytes,
-    atomically, unless the transport has `ranged_write`. Lower `priority` is wanted earlier.
+    atomically, unless the transport has `ranged_write`. Lower `priority` is wanted earlier. `parts`, only where the
+    transport has `scatter`: a read fills these views in turn, together `length` bytes, and nothing of `buffer`.
     """
 
     id: int
@@ -159,10 +161,17 @@ class Op:
     version: str | None = None
     object_size: int | None = None
     priority: int = 0
+    parts: tuple[memoryview, ...] = ()
 
     @property
     def view(self) -> memoryview:
+        """The place in `buffer`; of an operation without `parts`."""
         return self.buffer.view[self.buffer_offset : self.buffer_offset + self.length]
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """Where the bytes are, or go, in turn."""
+        return self.parts or (self.view,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,11 @@ class FaultyTransport:
             if rule.kind == "after":
                 item = replace(item, status=Status.FAILED, nbytes=0, error=rule.error())
             elif rule.kind == "corrupt" and op.kind == "read":
-                op.view[self.faults.place(op.length)] ^= 1
+                at = self.faults.place(op.length)
+                for view in op.views:
+                    if 0 <= at < len(view):
+                        view[at] ^= 1
+                    at -= len(view)
             elif rule.kind == "delay":
                 due += rule.seconds
         if due > time.monotonic():

@@ -131,7 +131,7 @@ class MemTransport(ThreadedTransport):
     name = "mem"
 
     def __init__(self, store: MemStore) -> None:
-        super().__init__(Capabilities(max_in_flight=4, durable=False))
+        super().__init__(Capabilities(max_in_flight=4, durable=False, scatter=True))
         self._store = store
 
     def perform(self, op: Op) -> int:
@@ -152,7 +152,10 @@ class MemTransport(ThreadedTransport):
             raise SizeMismatchError(
                 f"{self._store.url}: {op.key} ends at {len(item.data)}, wanted [{op.offset}, {op.offset + op.length})"
             )
-        op.view[:] = part
+        at = 0
+        for view in op.views:
+            view[:] = part[at : at + len(view)]
+            at += len(view)
         return 1
 
 

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvctl.core.errors import EnvError, KvctlError
+from kvctl.core.errors import EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
 
@@ -135,7 +135,9 @@ class ThreadedTransport(ABC):
     def _work(self) -> None:
         try:
             while (op := self._inbox.get()) is not None:
-                self._outbox.put(self._run(op))
+                ended = self._run(op)
+                del op  # and with it the views of its parts
+                self._outbox.put(ended)
         finally:
             self.close_worker()
 
@@ -149,6 +151,8 @@ class ThreadedTransport(ABC):
             self._running.add(op.id)
         status, error, requests = Status.DONE, None, 1
         try:
+            if op.parts and not self._capabilities.scatter:
+                raise UsageError(f"transport {self.name} fills one place, not the {len(op.parts)} parts of {op.key}")
             requests = self.perform(op)
         except OpCancelledError:
             status = Status.CANCELLED

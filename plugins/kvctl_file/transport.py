@@ -21,6 +21,7 @@ from kvctl_file.store import FileStore, raise_from, version_of
 # One system call moves at most this much: a running operation notices a cancel between two of them.
 PIECE: Final = 64 << 20
 BOUNCE: Final = 4 << 20
+MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 
 
 class FileTransport(ThreadedTransport):
@@ -28,7 +29,8 @@ class FileTransport(ThreadedTransport):
 
     def __init__(self, store: FileStore, *, direct: bool, threads: int) -> None:
         # one more in line for each thread: it goes on without waiting for the driver
-        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=2 * threads), threads=threads)
+        capabilities = Capabilities(memory_kinds=HOST_KINDS, max_in_flight=2 * threads, scatter=not direct)
+        super().__init__(capabilities, threads=threads)
         self._store = store
         self._direct = direct
         self._local = threading.local()
@@ -53,11 +55,12 @@ class FileTransport(ThreadedTransport):
             raise_from(problem, path)
         try:
             self._check(fd, op, path)
-            view = op.view
             if self._direct:
-                self._read_direct(op, path, fd, view)
+                self._read_direct(op, path, fd, op.view)
+            elif op.parts:
+                self._read_parts(op, path, fd)
             else:
-                self._read_range(op, path, fd, op.offset, view)
+                self._read_range(op, path, fd, op.offset, op.view)
             if op.version is not None:
                 self._check(fd, op, path)
         except OSError as problem:
@@ -88,6 +91,23 @@ class FileTransport(ThreadedTransport):
             if moved == 0:
                 raise SizeMismatchError(f"{path} ended at byte {offset + done}, wanted up to {offset + total}")
             done += moved
+
+    def _read_parts(self, op: Op, path: str, fd: int) -> None:
+        offset, left = op.offset, list(op.parts)
+        while left:
+            if self.is_cancelled(op.id):
+                raise OpCancelledError
+            moved = os.preadv(fd, left[:MOST_PARTS], offset)
+            if moved == 0:
+                raise SizeMismatchError(f"{path} ended at byte {offset}, wanted up to {op.offset + op.length}")
+            offset += moved
+            whole = 0
+            while whole < len(left) and moved >= len(left[whole]):
+                moved -= len(left[whole])
+                whole += 1
+            del left[:whole]
+            if moved:
+                left[0] = left[0][moved:]
 
     def _read_direct(self, op: Op, path: str, buffered: int, view: memoryview) -> None:
         """The aligned middle by O_DIRECT, the ragged ends through the page cache. Memory that is not congruent

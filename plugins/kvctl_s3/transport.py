@@ -53,7 +53,7 @@ class S3Transport(ThreadedTransport):
     def __init__(
         self, store: S3Store, endpoint: str, *, threads: int = 4, sign_payload: bool = False, receive_buffer: int = 0
     ) -> None:
-        super().__init__(Capabilities(max_in_flight=threads, zero_copy=endpoint.startswith("http://")))
+        super().__init__(Capabilities(max_in_flight=threads, zero_copy=endpoint.startswith("http://"), scatter=True))
         self.endpoint = endpoint
         self._store = store
         self._route = Route(store.access, endpoint)
@@ -158,14 +158,13 @@ class S3Transport(ThreadedTransport):
         if head.status not in {200, 206}:
             raise self._refusal(op, head, connection)
         self._check(op, head)
-        view = op.view
-        if len(head.rest) > len(view):
+        if len(head.rest) > op.length:
             raise SizeMismatchError(
                 f"{self._store.url}: {op.key}: the server sent more than it announced",
-                cause=f"{len(view)} bytes",
+                cause=f"{op.length} bytes",
                 hint=_NOT_S3,
             )
-        got = connection.read_body(head, view)
+        got = connection.read_parts(head, op.parts) if op.parts else connection.read_body(head, op.view)
         if got != op.length:
             if connection.interrupted:
                 raise OpCancelledError

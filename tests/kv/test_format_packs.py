@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvctl.core.errors import IntegrityError, KvctlError, UsageError
 from kvctl.kv import packs, tokens
 from kvctl.kv.identity import Descriptor, Group
-from kvctl.kv.landing import landing, place_fragment
-from kvctl.kv.packs import PackGeometry, PackHeader, Span, TokenView
+from kvctl.kv.landing import place_fragment
+from kvctl.kv.packs import PackGeometry, PackHeader, TokenView
+from kvctl.kv.pieces import STAGED, Want, plan
 
 NS = "5a" * 32
 SECRET = b"s" * 32
@@ -70,29 +71,50 @@ def chain_for(geometry: PackGeometry, skipped_blocks: int, tail: int) -> list[to
     return tokens.chain(SECRET, NS, ids, geometry.block_tokens)[skipped_blocks:]
 
 
-def read(header: PackHeader, pack: memoryview, spans: list[Span], cache: Cache) -> dict[tuple[int, str], bytes]:
-    """What the spans give, in views with the tokens of `cache`."""
+def read(
+    header: PackHeader, pack: memoryview, cache: Cache, heads: tuple[int, int], tokens: tuple[int, int], longest: int
+) -> dict[tuple[int, str], bytes]:
+    """The pack's heads [first, end) and tokens [first, end) in memory that has room for just those."""
     geometry = header.geometry
+    group = geometry.group
+    begin = header.blocks[0].start
+    count = 1 if group.recurrent else tokens[1] - tokens[0]
     got = {
-        key: TokenView(memoryview(bytearray(len(data))), cache.first, cache.end - cache.first)
-        for key, data in cache.parts.items()
+        (layer, part): TokenView(
+            memoryview(bytearray((heads[1] - heads[0]) * count * geometry.row(part))), tokens[0], count, heads[0]
+        )
+        for layer in group.layers
+        for part in ("k", "v")
     }
-    for span in spans:
-        data = pack[span.offset : span.offset + span.length]
-        for fragment in span.fragments:
-            stored = data[fragment.offset - span.offset :][: fragment.stored]
-            packs.verify_fragment(header, fragment, stored)
-            target = got[fragment.place.layer, fragment.place.part]
-            at = landing(header, fragment, target)
-            if at is not None:
+    views = list(got.values())
+    low, high = (0, 1) if group.recurrent else (tokens[0] - begin, tokens[1] - begin)
+    want = Want(group.layers, heads[0], heads[1] - heads[0], low, high, count, longest=longest)
+    at = 0
+    for piece in plan(header, want):
+        assert piece.offset >= at
+        assert piece.length <= longest or sum(step.fragment >= 0 for step in piece.steps) == 1
+        assert 0 <= piece.needed <= piece.length
+        at = piece.offset
+        for step in piece.steps:
+            data = pack[at : at + step.nbytes]
+            at += step.nbytes
+            if step.fragment < 0:
+                assert not any(data)
+                continue
+            fragment = header.fragments[step.fragment]
+            packs.verify_fragment(header, fragment, data)
+            assert (fragment.offset, fragment.end) == (at - step.nbytes, at)
+            if step.view != STAGED:
                 assert fragment.codec == "none"
-                target.data[at[0] : at[0] + at[1]] = stored
-            else:
-                raw = memoryview(bytearray(fragment.place.raw))
-                packs.decode_fragment(header, fragment, stored, raw)
-                place_fragment(header, fragment, raw, target)
-    assert geometry == header.geometry
-    return {key: bytes(view.data) for key, view in got.items()}
+                view = views[step.view]
+                shift = 0 if group.recurrent else (begin - tokens[0]) * geometry.row(fragment.place.part)
+                view.data[step.at + shift : step.at + shift + step.nbytes] = data
+                continue
+            raw = memoryview(bytearray(fragment.place.raw))
+            packs.decode_fragment(header, fragment, data, raw)
+            place_fragment(header, fragment, raw, got[fragment.place.layer, fragment.place.part])
+        assert at == piece.offset + piece.length
+    return {key: bytes(view.data) for key, view in got.items() if key in cache.parts}
 
 
 @given(geometries(), st.sampled_from(["none", "zstd"]), st.integers(0, 3), st.data())
@@ -111,7 +133,8 @@ def test_what_is_encoded_is_decoded(geometry: PackGeometry, codec: str, skipped:
     assert (header.first, header.tokens) == (first, blocks[-1].end - first)
     if codec == "none":
         assert len(pack) == geometry.bound
-    assert read(header, pack, packs.ranges(header), cache) == cache.parts
+    longest = data.draw(st.sampled_from([1, 5_000, 1 << 20]))
+    assert read(header, pack, cache, (0, geometry.group.kv_heads), (first, blocks[-1].end), longest) == cache.parts
     # Used memory is written over, padding included: the bytes are the same.
     dirty = memoryview(bytearray(b"\xff" * geometry.bound))
     assert packs.encode_pack(geometry, NS, blocks, cache, codec, first=first, out=dirty) == pack
@@ -134,6 +157,29 @@ def test_a_layer_is_one_range_and_a_shard_one_for_each_of_k_and_v(geometry: Pack
                 head // geometry.head_step
             }
     assert len(packs.ranges(header)) == 1
+
+
+@given(geometries(), st.sampled_from(["none", "zstd"]), st.data())
+@QUICK
+def test_any_part_comes_to_where_it_belongs(geometry: PackGeometry, codec: str, data: st.DataObject) -> None:
+    if geometry.group.recurrent:
+        return  # a state has no parts
+    blocks = chain_for(geometry, 1, 0)
+    cache = Cache(geometry, blocks[0].start, blocks[-1].end, 3)
+    pack = packs.encode_pack(geometry, NS, blocks, cache, codec)
+    header = packs.parse_pack_header(pack, "pack")
+    first = data.draw(st.integers(blocks[0].start, blocks[-1].end - 1))
+    end = data.draw(st.integers(first + 1, blocks[-1].end))
+    head = data.draw(st.integers(0, geometry.group.kv_heads - 1))
+    last = data.draw(st.integers(head + 1, geometry.group.kv_heads))
+    got = read(header, pack, cache, (head, last), (first, end), 1 << 20)
+    for (layer, part), whole in cache.parts.items():
+        row, held = geometry.row(part), cache.end - cache.first
+        wanted = b"".join(
+            whole[(number * held + first - cache.first) * row : (number * held + end - cache.first) * row]
+            for number in range(head, last)
+        )
+        assert got[layer, part] == wanted
 
 
 @given(geometries(), st.data())
@@ -189,7 +235,7 @@ def test_a_flipped_bit_is_found_in_its_fragment() -> None:
     pack[fragment.offset + 7] ^= 1
     for other in header.fragments:
         stored = pack[other.offset : other.end]
-        if other is fragment:
+        if other == fragment:
             with pytest.raises(IntegrityError, match=r"layer 1 k, heads \[1, 2\), blocks \[0, 3\)"):
                 packs.verify_fragment(header, other, stored)
         else:
@@ -248,8 +294,8 @@ def test_fp8_packs_are_lossy_and_recurrent_states_never_are() -> None:
 @pytest.mark.parametrize(
     ("group", "blocks", "step", "run"),
     [
-        (Group("full", tuple(range(32)), 8, 128, 128), 8, 1, 8),  # Llama-3-8B: 4 KiB a head and block
-        (Group("full", tuple(range(30)), 3, 64, 64), 45, 1, 16),  # SmolLM2-135M: 2 KiB
+        (Group("full", tuple(range(32)), 8, 128, 128), 64, 1, 32),  # Llama-3-8B: 4 KiB a head and block
+        (Group("full", tuple(range(30)), 3, 64, 64), 45, 1, 32),  # SmolLM2-135M: 2 KiB
         (Group("full", tuple(range(30)), 3, 64, 64), 1, 2, 1),  # a single block: two heads make 4 KiB
         (Group("mla", tuple(range(61)), 1, 512, 64), 14, 1, 14),
         (Group("full", (0,), 2, 8, 8), 3, 2, 3),

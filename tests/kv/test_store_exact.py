@@ -37,7 +37,7 @@ def test_a_shorter_context_rounds_to_fragments(ctx: Context) -> None:
     sink = MemorySink()
     report = pull_session(PullSession(repo, "alice/chat", sink, tokens=tokens[:3_500]), ctx)
     assert report.extra["usable_tokens"] == 3_488
-    assert 1.0 <= report.over_fetch < 1.08  # runs of 32 KiB: 256 tokens of a head
+    assert 1.0 <= report.over_fetch < 1.08  # fragments of 512 tokens of a head
     check_sink(sink, descriptor(WIDE), tokens, 3_488)
     sink.close()
 

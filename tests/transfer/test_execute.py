@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ class Scripted(ThreadedTransport):
 
     name = "scripted"
 
-    def __init__(self, script: object = None, in_flight: int = 4) -> None:
-        super().__init__(Capabilities(max_in_flight=in_flight))
+    def __init__(self, script: object = None, in_flight: int = 4, *, scatter: bool = False) -> None:
+        super().__init__(Capabilities(max_in_flight=in_flight, scatter=scatter))
         self.script = script
         self.seen: list[int] = []
         self.release = threading.Event()
@@ -56,7 +57,10 @@ class Scripted(ThreadedTransport):
         self.seen.append(op.offset)
         if callable(self.script):
             self.script(self, op)
-        op.view[:] = DATA[op.offset : op.offset + op.length]
+        at = op.offset
+        for view in op.views:
+            view[:] = DATA[at : at + len(view)]
+            at += len(view)
         return 1
 
 
@@ -285,6 +289,64 @@ def test_an_arena_bounds_memory_and_its_slots_are_reused() -> None:
     assert arena.take() is not None
     assert arena.take() is not None
     assert arena.take() is None
+    arena.close()
+
+
+class Halves:
+    """Every piece: two bytes through the arena, the first half in place, three bytes through the arena, the rest."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(len(DATA)))
+        self.staged: dict[int, bytes] = {}
+
+    def tasks(self, members: Sequence[int]) -> list[Task]:
+        return [
+            Task(tuple(Place(m, "k") for m in members), at, PIECE, on_bytes=self.keep, spread=partial(self.spread, at))
+            for at in range(0, len(DATA), PIECE)
+        ]
+
+    def spread(self, at: int) -> list[memoryview | int]:
+        half = at + PIECE // 2
+        return [2, self.memory[at + 2 : half], 3, self.memory[half + 3 : at + PIECE]]
+
+    def keep(self, task: Task, view: memoryview) -> None:
+        self.staged[task.offset] = bytes(view)
+
+    def check(self) -> None:
+        for at, staged in self.staged.items():
+            half = at + PIECE // 2
+            assert staged == DATA[at : at + 2] + DATA[half : half + 3]
+            self.memory[at : at + 2], self.memory[half : half + 3] = staged[:2], staged[2:]
+        assert self.memory == DATA
+
+
+@pytest.mark.parametrize("scatters", [(True, True), (False, False), (True, False)])
+def test_spread_bytes_land_where_they_belong_whatever_the_transport_can(scatters: tuple[bool, ...]) -> None:
+    halves = Halves()
+    arena = Arena(3, PIECE)
+    lanes = lanes_of(*(Scripted(scatter=scatter) for scatter in scatters))
+    stats = Executor(lanes, context(), arena=arena, hedge=False).run(halves.tasks([0, 1]))
+    close(lanes)
+    halves.check()
+    assert stats.requests == len(DATA) // PIECE
+    arena.close()
+
+
+def test_a_hedge_of_a_spread_read_lands_where_the_original_would_have() -> None:
+    def slow_once(transport: Scripted, op: Op) -> None:
+        if op.offset == 5 * PIECE:
+            while not transport.is_cancelled(op.id):
+                time.sleep(0.002)
+            for view in op.views:
+                view[:] = b"\xff" * len(view)  # a late writer: must not be seen after the hand-over
+            raise OpCancelledError
+
+    halves = Halves()
+    arena = Arena(8, PIECE)
+    lanes = lanes_of(Scripted(slow_once, scatter=True), Scripted(lambda t, o: time.sleep(0.001), scatter=True))
+    Executor(lanes, context(), arena=arena).run(halves.tasks([0, 1]))
+    close(lanes)
+    halves.check()
     arena.close()
 
 
