@@ -130,7 +130,8 @@ class TransportContract:
         version = case.raw_put("k", DATA)
         done = drive(transport, [Op(1, "read", "k", 0, 4096, buffer, 0, version, SIZE + 4096)])[1]
         _assert_failed(done, SizeMismatchError, "k", str(SIZE), str(SIZE + 4096))
-        buffer.check()
+        # with one-sided writes the bytes are there before the answer that tells the size
+        buffer.check(*([(0, 4096)] if transport.capabilities.one_sided else []))
 
     @pytest.mark.parametrize("offset", [0, SIZE - 4096, SIZE, SIZE + 4096])
     def test_a_range_past_the_end_fails(

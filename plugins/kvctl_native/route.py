@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import quote
 
-from kvctl.transports.node_auth import TOKEN_HEADER, Asked
+from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked
 from kvctl.transports.wire import Connection
 from kvctl_native.settings import NodeAccess, Place
 
@@ -46,15 +46,21 @@ class Route:
         if_match: str | None = None,
         if_absent: bool = False,
         length: int | None = None,
+        rdma: str = "",
+        rdma_header: str = RDMA_HEADERS[0],
+        plain: bool = False,
     ) -> bytes:
-        """The head of a request for `key` (empty: the node's lists). `span`: first and last byte."""
-        target = f"/v1/{encode_key(key)}{'?' if query else ''}{query}"
+        """The head of a request for `key` (empty: the node's lists). `span`: first and last byte. `rdma`: a token that
+        names memory, in the header of its dialect. `plain`: without `/v1`.
+        """
+        target = f"{'/' if plain else '/v1/'}{encode_key(key)}{'?' if query else ''}{query}"
         asked = Asked(
             method,
             target,
             "" if span is None else f"bytes={span[0]}-{span[1]}",
             "" if if_match is None else f'"{if_match}"',
             "*" if if_absent else "",
+            rdma,
         )
         lines = [f"{method} {target} HTTP/1.1", f"host: {self._place.host_header}", "user-agent: kvctl"]
         if self._access.key is not None:
@@ -63,6 +69,7 @@ class Route:
             ("range", asked.range),
             ("if-match", asked.if_match),
             ("if-none-match", asked.if_none_match),
+            (rdma_header, rdma),
         ):
             if value:
                 lines.append(f"{name}: {value}")

@@ -1,0 +1,181 @@
+"""Queue pairs of pyverbs, brought up with what the connection manager says, and completions waited for without
+burning a core.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvctl.core.errors import EnvError
+from kvctl_verbs.bindings import load
+from kvctl_verbs.cm import AddressHandle, Ident, QpAttributes
+from kvctl_verbs.device import Device, Memory
+
+_LINK: Final = "anon_inode:[infinibandevent]"
+_MAKING: Final = threading.Lock()
+_BATCH: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a device tries: `timeout` is 4.096 us * 2^timeout per try, `retries` tries. 16 and 3 give a dead peer
+    up after about a second.
+    """
+
+    timeout: int = 16
+    retries: int = 3
+
+
+class Completions:
+    """A completion queue with a descriptor to wait on. One thread uses it."""
+
+    def __init__(self, device: Device, entries: int) -> None:
+        verbs = load()
+        # pyverbs tells no descriptor of a channel: it is the event file that appeared while the channel was made
+        with _MAKING:
+            before = _event_files()
+            self._channel: Any = verbs.cq.CompChannel(device.context)
+            made = _event_files() - before
+        if len(made) != 1:
+            raise EnvError(f"the completion channel of {device.name} has no descriptor to wait on")
+        self.fd = made.pop()
+        self._cq: Any = verbs.cq.CQ(device.context, entries, None, self._channel, 0)
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        self._unacknowledged = 0
+
+    @property
+    def queue(self) -> Any:
+        return self._cq
+
+    def watch(self, fd: int) -> None:
+        """`wait` ends as well when this descriptor is readable."""
+        self._poll.register(fd, select.POLLIN)
+
+    def poll(self) -> list[Any]:
+        found: list[Any] = self._cq.poll(_BATCH)[1]
+        return found
+
+    def wait(self, seconds: float) -> tuple[list[Any], Sequence[int]]:
+        """Completions, and the other watched descriptors that are readable; neither when the time is over."""
+        found = self.poll()
+        if found:
+            return found, ()
+        self._cq.req_notify()
+        found = self.poll()  # what came before the request to be notified makes no event
+        if found:
+            return found, ()
+        ready = [fd for fd, _ in self._poll.poll(max(0.0, seconds) * 1000)]
+        if self.fd in ready:
+            self._channel.get_cq_event(self._cq)
+            self._cq.ack_events(1)
+        return self.poll(), [fd for fd in ready if fd != self.fd]
+
+    def close(self) -> None:
+        """After its queue pairs are closed."""
+        self._cq.close()
+        self._channel.close()
+
+
+def _event_files() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == _LINK:
+                found.add(int(name))
+        except OSError:  # the listing's own descriptor, or one just closed
+            continue
+    return found
+
+
+class QueuePair:
+    """A reliable connection's end. `close` may be called from any thread, once; after it the device touches no memory
+    on behalf of the other end.
+    """
+
+    def __init__(self, device: Device, queue: Any, work: int) -> None:
+        """`work`: operations that may be posted at once."""
+        verbs = load()
+        self._device = device
+        cap = verbs.qp.QPCap(max_send_wr=work, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+        start = verbs.qp.QPInitAttr(qp_type=verbs["QPT_RC"], scq=queue, rcq=queue, cap=cap, sq_sig_all=1)
+        self._qp: Any = verbs.qp.QP(device.pd, start)
+
+    @property
+    def number(self) -> int:
+        found: int = self._qp.qp_num
+        return found
+
+    def prepare(self, ident: Ident) -> None:
+        """To INIT: before the connection is asked for, or accepted."""
+        verbs = load()
+        raw, mask = ident.attributes(verbs["QPS_INIT"])
+        attributes = _attributes(raw)
+        access = verbs["ACCESS_LOCAL_WRITE"] | verbs["ACCESS_REMOTE_WRITE"] | verbs["ACCESS_REMOTE_READ"]
+        attributes.qp_access_flags = access
+        self._qp.modify(attributes, mask | verbs["QP_ACCESS_FLAGS"])
+
+    def start(self, ident: Ident, patience: Patience) -> None:
+        """To RTR and RTS, once the other end is known."""
+        verbs = load()
+        raw, mask = ident.attributes(verbs["QPS_RTR"])
+        self._qp.modify(_attributes(raw), mask)
+        raw, mask = ident.attributes(verbs["QPS_RTS"])
+        attributes = _attributes(raw)
+        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = patience.timeout, patience.retries, 7
+        self._qp.modify(attributes, mask | verbs["QP_TIMEOUT"] | verbs["QP_RETRY_CNT"] | verbs["QP_RNR_RETRY"])
+
+    def write(self, number: int, local: int, memory: Memory, length: int, remote: int, rkey: int) -> None:
+        """Posts a WRITE of [local, local + length) to the other end's memory. Its completion carries `number`."""
+        self._post(load()["WR_RDMA_WRITE"], number, local, memory, length, remote, rkey)
+
+    def read(self, number: int, local: int, memory: Memory, length: int, remote: int, rkey: int) -> None:
+        """Posts a READ of the other end's memory into [local, local + length)."""
+        self._post(load()["WR_RDMA_READ"], number, local, memory, length, remote, rkey)
+
+    def _post(self, code: int, number: int, local: int, memory: Memory, length: int, remote: int, rkey: int) -> None:
+        verbs = load()
+        place = verbs.wr.SGE(local, length, memory.lkey)
+        work = verbs.wr.SendWR(wr_id=number, opcode=code, num_sge=1, sg=[place], send_flags=verbs["SEND_SIGNALED"])
+        work.set_wr_rdma(rkey, remote)
+        self._qp.post_send(work)
+
+    def close(self) -> None:
+        self._qp.close()
+
+
+def _attributes(raw: QpAttributes) -> Any:
+    """Them, as pyverbs has them."""
+    verbs = load()
+    out = verbs.qp.QPAttr(port_num=raw.port_num or 1)
+    for name in (
+        "qp_state", "path_mtu", "rq_psn", "sq_psn", "dest_qp_num", "qp_access_flags", "pkey_index", "max_rd_atomic",
+        "max_dest_rd_atomic", "min_rnr_timer", "timeout", "retry_cnt", "rnr_retry",
+    ):  # fmt: skip
+        setattr(out, name, getattr(raw, name))
+    out.ah_attr = _address(raw.ah_attr)
+    return out
+
+
+def _address(raw: AddressHandle) -> Any:
+    verbs = load()
+    digits = bytes(raw.dgid).hex()
+    gid = verbs.addr.GID(":".join(digits[at : at + 4] for at in range(0, 32, 4)))
+    route = verbs.addr.GlobalRoute(
+        dgid=gid, flow_label=raw.flow_label, sgid_index=raw.sgid_index, hop_limit=raw.hop_limit,
+        traffic_class=raw.traffic_class,
+    )  # fmt: skip
+    return verbs.addr.AHAttr(
+        dlid=raw.dlid, sl=raw.sl, src_path_bits=raw.src_path_bits, static_rate=raw.static_rate,
+        is_global=raw.is_global, port_num=raw.port_num or 1, gr=route,
+    )  # fmt: skip
+
+
+def left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,99 @@
+"""Which registered memory an operation's range is in, per device."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvctl_verbs.device import Device, Memory
+from kvctl_verbs.token import MAX_SIZE
+
+PIECE: Final = 1 << 30  # bytes of one registration: pinning holds the interpreter's lock, so not too much at once
+OVERLAP: Final = 64 << 20  # so that an operation of up to this many bytes lies in one registration
+
+
+class Region:
+    """A buffer registered with some devices, in pieces. `close` ends all access to it."""
+
+    def __init__(self, owner: Regions, address: int, nbytes: int, devices: Sequence[Device]) -> None:
+        self._owner = owner
+        self.memories: dict[str, list[Memory]] = {device.name: [] for device in devices}
+        try:
+            for start, length in pieces(nbytes):
+                for device in devices:
+                    self.memories[device.name].append(device.memory(address + start, length))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        memories, self.memories = self.memories, {}
+        for found in memories.values():
+            for memory in found:
+                memory.close()
+
+    def close(self) -> None:
+        self._owner.remove(self)
+        self.end()
+
+
+def pieces(nbytes: int, piece: int = PIECE, overlap: int = OVERLAP) -> list[tuple[int, int]]:
+    """(start, length) of the registrations of so many bytes: neighbours overlap. Pure."""
+    found = []
+    start = 0
+    while start < nbytes:
+        length = min(piece + overlap, nbytes - start)
+        found.append((start, length))
+        if start + length == nbytes:
+            break
+        start += piece
+    return found
+
+
+class Regions:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: list[Region] = []
+
+    def add(self, address: int, nbytes: int, devices: Sequence[Device]) -> Region:
+        """Raises CapacityError or EnvError."""
+        made = Region(self, address, nbytes, devices)
+        with self._lock:
+            self._regions.append(made)
+        return made
+
+    def remove(self, region: Region) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._regions.remove(region)
+
+    @contextlib.contextmanager
+    def covering(self, device: Device, address: int, length: int) -> Iterator[Memory]:
+        """The registration that has all of the range; one for this operation alone where none has."""
+        assert length <= MAX_SIZE
+        found = self._find(device.name, address, length)
+        if found is not None:
+            yield found
+            return
+        memory = device.memory(address, length)
+        try:
+            yield memory
+        finally:
+            memory.close()
+
+    def _find(self, name: str, address: int, length: int) -> Memory | None:
+        with self._lock:
+            for region in self._regions:
+                for memory in region.memories.get(name, ()):
+                    if memory.address <= address and address + length <= memory.address + memory.length:
+                        return memory
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            ended, self._regions = self._regions, []
+        for region in ended:
+            region.end()

@@ -1,0 +1,56 @@
+"""What the kernel says about RDMA devices, without opening one: reads a few small files, never hangs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+ROOT: Final = "/sys/class/infiniband"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """`state` as the kernel says it (ACTIVE, DOWN, ..), `gids` those that are set, `link`: Ethernet or InfiniBand."""
+
+    device: str
+    number: int
+    state: str
+    link: str
+    gids: tuple[str, ...]
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "ACTIVE" and bool(self.gids)
+
+
+def ports(root: str = ROOT) -> list[Port]:
+    """Of all devices, in order of name. Empty where the kernel has no RDMA."""
+    found = []
+    for device in _names(root):
+        for number in _names(f"{root}/{device}/ports"):
+            place = f"{root}/{device}/ports/{number}"
+            gids = [_read(f"{place}/gids/{name}") for name in sorted(_names(f"{place}/gids"), key=_order)]
+            state = _read(f"{place}/state").rpartition(":")[2].strip()
+            link = _read(f"{place}/link_layer")
+            found.append(Port(device, _order(number), state, link, tuple(gid for gid in gids if gid.strip("0:"))))
+    return found
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _order(name: str) -> int:
+    return int(name) if name.isdigit() else 0
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

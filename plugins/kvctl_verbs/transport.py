@@ -1,0 +1,432 @@
+"""The `native-rdma` transport: native-tcp's requests, with a token that names memory instead of a body.
+
+One transport per endpoint. Each of its threads has an HTTP connection and, per device, a listener of its own that the
+node connects back to. An answer counts when it says that exactly the range, version and size asked for was placed.
+Where it does not come, or tells of trouble, the queue pairs of that thread are destroyed before its operation ends:
+from then on nothing reaches the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvctl.core.errors import (
+    AuthError,
+    EnvError,
+    IncompatibleError,
+    KvctlError,
+    TransientError,
+    UsageError,
+)
+from kvctl.memory.buffers import Buffer, HostBuffer
+from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration, Store, StoreConfig
+from kvctl.transports.node_auth import RDMA_HEADERS
+from kvctl.transports.options import check_names, choice, number
+from kvctl.transports.threaded import AbandonedError, NoRegistration, OpCancelledError, ThreadedTransport
+from kvctl.transports.wire import ClosedError, Connection, ProtocolError
+from kvctl_native.client import converse
+from kvctl_native.errors import from_connection
+from kvctl_native.route import Route, encode_key
+from kvctl_native.settings import Place, parse_access, parse_place
+from kvctl_native.store import NodeStore
+from kvctl_verbs.answers import check_empty, check_read, refusal
+from kvctl_verbs.device import Memory
+from kvctl_verbs.landing import Landing, Port
+from kvctl_verbs.policy import Network
+from kvctl_verbs.queues import Patience
+from kvctl_verbs.rails import Balance, Rail, find_rails, local_addresses
+from kvctl_verbs.regions import Region, Regions
+from kvctl_verbs.token import MAX_SIZE, RcToken
+
+_OPTIONS: Final = ("devices", "dialect", "path", "peers", "threads")
+_NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`header`: the one that carries the token; `plain`: keys without `/v1`; `rails`: devices to use; `peers`: who may
+    connect besides the endpoint itself.
+    """
+
+    threads: int
+    header: str
+    plain: bool
+    rails: tuple[Rail, ...]
+    peers: tuple[Network, ...]
+    patience: Patience = field(default_factory=Patience)
+
+
+class _Worker(threading.local):
+    """What one thread keeps between operations."""
+
+    connection: Connection | None = None
+    ports: dict[int, Port] | None = None  # by rail
+    bounce: HostBuffer | None = None
+    bounce_region: Region | None = None
+
+
+@dataclass(eq=False)
+class _Running:
+    """An operation under way, for whoever cancels it."""
+
+    connection: Connection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Registered memory of one operation. `copy`: where that is not the operation's own."""
+
+    address: int
+    rkey: int
+    copy: memoryview | None = None
+
+
+@dataclass(slots=True)
+class _Over:
+    """Whether an operation's answer means that nothing is in flight any more."""
+
+    over: bool = False
+
+
+class _StaleError(Exception):
+    """The node had closed the idle HTTP connection: the same request again over a new one."""
+
+
+class NativeRdma(ThreadedTransport):
+    """See `kvctl.transports.api.Transport`."""
+
+    name = "native-rdma"
+
+    def __init__(self, store: NodeStore, place: Place, settings: Settings) -> None:
+        """Raises EnvError when a device cannot be used."""
+        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=settings.threads, one_sided=True))
+        self.endpoint = place.url
+        self._store = store
+        self._settings = settings
+        self._route = Route(store.access, place)
+        self._worker = _Worker()
+        self._running_now: dict[int, _Running] = {}
+        self._guard = threading.Lock()
+        self._regions = Regions()
+        self._bounces = False
+        self._balance = Balance(len(settings.rails))
+        peers = addresses_of(place)
+        self._landings: list[Landing] = []
+        try:
+            for rail in settings.rails:
+                self._landings.append(Landing(rail.device, rail.ip, peers, settings.peers, settings.patience))
+        except BaseException:
+            self._end_landings()
+            raise
+
+    def describe(self, op: Op) -> str:
+        """The request an operation becomes, for -v: method, URL, range, and the header that carries the token."""
+        url = f"{self.endpoint}{'' if self._settings.plain else '/v1'}/{encode_key(self._store.full_key(op.key))}"
+        span = "" if op.kind == "write" else f" bytes={op.offset}-{op.offset + op.length - 1}"
+        return f"{'PUT' if op.kind == 'write' else 'GET'} {url}{span} {self._settings.header}"
+
+    def register(self, buffer: Buffer) -> Registration:
+        """One registration per device. Memory of files is left to the single operations: pinning all of a file that
+        may be larger than memory is not for us.
+        """
+        super().register(buffer)
+        if buffer.kind == "shared" or buffer.nbytes == 0:
+            return NoRegistration()
+        return self._regions.add(buffer.address, buffer.nbytes, [landing.device for landing in self._landings])
+
+    # -- one operation, on a worker thread -----------------------------------------------------------------
+
+    def perform(self, op: Op) -> int:
+        if op.kind == "write" and (op.offset != 0 or (op.object_size is not None and op.object_size != op.length)):
+            raise UsageError(f"{self._store.url}: {op.key}: a node takes whole objects only")
+        if op.kind == "read" and op.length <= 0:
+            raise UsageError(f"{self._store.url}: {op.key}: a read of {op.length} bytes makes no sense")
+        if op.length > MAX_SIZE:
+            raise UsageError(f"{self._store.url}: {op.key}: a token names less than 4 GiB, not {op.length} bytes")
+        running = _Running()
+        with self._guard:
+            self._running_now[op.id] = running
+        try:
+            return self._perform(op, running)
+        finally:
+            with self._guard:
+                self._running_now.pop(op.id, None)
+
+    def _perform(self, op: Op, running: _Running) -> int:
+        requests = 0
+        refusal_seen: KvctlError | None = None
+        while True:
+            with self._balance.take(op.length) as rail:
+                if rail is None:
+                    raise AuthError(
+                        f"{self.endpoint}: the node connects to none of this host's RDMA addresses",
+                        cause=f"{', '.join(item.ip for item in self._settings.rails)}; {refusal_seen or 'as before'}",
+                        hint="start the node with --rdma-allow CIDR, or name the right devices with devices=NAME,..",
+                    )
+                requests += 1
+                try:
+                    self._over(op, rail, running)
+                except _StaleError:
+                    continue
+                except AuthError as problem:
+                    if problem.details.get("code") != "auth":
+                        raise  # a matter of keys: the same on every device
+                    refusal_seen = problem
+                    self._balance.refuse(rail)
+                    continue
+                except TransientError:
+                    self._balance.failed(rail)
+                    raise
+                self._balance.worked(rail)
+                return requests
+
+    def _over(self, op: Op, rail: int, running: _Running) -> None:
+        landing = self._landings[rail]
+        connection, reused = self._connect(op)
+        port = self._port(rail)
+        with self._guard:
+            running.connection = connection
+        if self.is_cancelled(op.id):
+            raise OpCancelledError
+        try:
+            with self._memory(op, landing) as memory:
+                with self._severed_unless_over(op, port) as over:
+                    token = RcToken(landing.ip, port.number, memory.address, op.length, memory.rkey)
+                    error = self._exchange(op, connection, token, over)
+                if error is None and memory.copy is not None and op.kind == "read":
+                    op.view[:] = memory.copy
+        except (OSError, ProtocolError) as problem:
+            self._drop()
+            if self.is_cancelled(op.id):
+                raise OpCancelledError from None
+            if isinstance(problem, ClosedError) and problem.before_answer and reused:
+                raise _StaleError from None  # an idle connection, closed by the node at the same moment
+            if isinstance(problem, ProtocolError):
+                raise IncompatibleError(
+                    f"{self.endpoint}: {op.key}: not an answer of a storage node", cause=str(problem)
+                ) from problem
+            raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
+        except BaseException:
+            self._drop()
+            raise
+        if error is not None:
+            raise self._explained(error, landing)
+
+    def _exchange(self, op: Op, connection: Connection, token: RcToken, over: _Over) -> KvctlError | None:
+        """One request and its answer; the error that the node answers with. Sets `over` when the answer means that
+        nothing is in flight any more.
+        """
+        name = f"{self._store.url}: {op.key}"
+        head = converse(connection, self._head(op, token), None)
+        if not 200 <= head.status < 300:
+            body = connection.read_small(head)
+            if body is None or not head.keep_alive:
+                self._drop()
+            # a request that makes no sense was never begun; after other failures another server may still be at it
+            over.over = head.status < 500
+            return refusal(self._store.url, op, head, body or b"")
+        if op.kind == "read":
+            check_read(name, op, head)
+        check_empty(name, head)
+        over.over = True
+        if not head.keep_alive or connection.interrupted:
+            self._drop()
+        return None
+
+    def _head(self, op: Op, token: RcToken) -> bytes:
+        reads = op.kind == "read"
+        return self._route.head(
+            "GET" if reads else "PUT",
+            self._store.full_key(op.key),
+            span=(op.offset, op.offset + op.length - 1) if reads else None,
+            if_match=op.version if reads else None,
+            length=None if reads else 0,
+            rdma=token.text() if op.length else "",
+            rdma_header=self._settings.header,
+            plain=self._settings.plain,
+        )
+
+    @contextlib.contextmanager
+    def _severed_unless_over(self, op: Op, port: Port) -> Iterator[_Over]:
+        """However it ends: unless the answer said so, nothing reaches the memory any more because the queue pairs are
+        gone.
+        """
+        over = _Over()
+        try:
+            yield over
+        finally:
+            if not over.over:
+                try:
+                    port.sever()
+                except Exception as problem:
+                    raise AbandonedError(
+                        TransientError(
+                            f"{self.endpoint}: {op.key}: a transfer could not be ended", cause=str(problem),
+                            hint="run the same command again",
+                        )
+                    ) from problem  # fmt: skip
+
+    def _explained(self, error: KvctlError, landing: Landing) -> KvctlError:
+        """A node that could not connect because we turned it away is told from one that cannot reach us."""
+        if isinstance(error, TransientError) and landing.refused:
+            error.hint = f"{landing.refused} tried to connect: allow it with --transport-opt peers={landing.refused}"
+        return error
+
+    @contextlib.contextmanager
+    def _memory(self, op: Op, landing: Landing) -> Iterator[_Range]:
+        """The registered memory of an operation."""
+        if op.length == 0:
+            yield _Range(0, 0)
+            return
+        address = op.buffer.address + op.buffer_offset
+        with contextlib.ExitStack() as held:
+            memory = self._pinned(held, op, landing, address)
+            if memory is not None:
+                yield _Range(address, memory.rkey)
+                return
+            bounce = self._bounce(op.length)
+            if op.kind == "write":
+                bounce.view[: op.length] = op.view
+            memory = held.enter_context(self._regions.covering(landing.device, bounce.address, op.length))
+            yield _Range(bounce.address, memory.rkey, bounce.view[: op.length])
+
+    def _pinned(self, held: contextlib.ExitStack, op: Op, landing: Landing, address: int) -> Memory | None:
+        """The range itself; None for memory that the kernel lets no device write to: pages of files, since Linux 6.5,
+        are gone through with memory of this thread's own, at the cost of a copy.
+        """
+        if self._bounces and op.buffer.kind == "shared":
+            return None
+        try:
+            return held.enter_context(self._regions.covering(landing.device, address, op.length))
+        except EnvError as problem:
+            if op.buffer.kind != "shared" or problem.details.get("errno") not in _NOT_PINNED:
+                raise
+            self._bounces = True
+            return None
+
+    def _bounce(self, length: int) -> HostBuffer:
+        """Memory for `length` bytes, the thread's own, registered once."""
+        worker = self._worker
+        if worker.bounce is None or worker.bounce.nbytes < length:
+            self._free_bounce()
+            worker.bounce = HostBuffer(length)
+            devices = [landing.device for landing in self._landings]
+            worker.bounce_region = self._regions.add(worker.bounce.address, length, devices)
+        return worker.bounce
+
+    def _free_bounce(self) -> None:
+        worker = self._worker
+        if worker.bounce_region is not None:
+            worker.bounce_region.close()
+        if worker.bounce is not None:
+            worker.bounce.close()
+        worker.bounce = worker.bounce_region = None
+
+    # -- what a thread owns --------------------------------------------------------------------------------
+
+    def _connect(self, op: Op) -> tuple[Connection, bool]:
+        """The HTTP connection of this thread, and whether it served before."""
+        connection = self._worker.connection
+        if connection is not None:
+            if not connection.is_stale():
+                return connection, True
+            self._drop()
+        try:
+            connection = self._route.connect()
+        except OSError as problem:
+            raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
+        self._worker.connection = connection
+        return connection, False
+
+    def _drop(self) -> None:
+        connection, self._worker.connection = self._worker.connection, None
+        if connection is not None:
+            connection.close()
+
+    def _port(self, rail: int) -> Port:
+        if self._worker.ports is None:
+            self._worker.ports = {}
+        port = self._worker.ports.get(rail)
+        if port is None or port.severed:
+            port = self._worker.ports[rail] = self._landings[rail].listen()
+        return port
+
+    def close_worker(self) -> None:
+        self._drop()
+        for port in (self._worker.ports or {}).values():
+            with contextlib.suppress(Exception):  # close ends what is left, and says so
+                port.sever()
+        self._worker.ports = None
+        self._free_bounce()
+
+    # -- from other threads --------------------------------------------------------------------------------
+
+    def interrupt(self, op_id: int) -> None:
+        with self._guard:
+            running = self._running_now.get(op_id)
+            if running is not None and running.connection is not None:
+                running.connection.shutdown()
+
+    def close(self) -> None:
+        super().close()
+        self._end_landings()
+        self._regions.close()
+
+    def _end_landings(self) -> None:
+        landings, self._landings = self._landings, []
+        for landing in landings:
+            landing.close()
+
+
+def addresses_of(place: Place) -> list[str]:
+    """The IP addresses of an endpoint, of this host's own too when it is a loopback one. Empty when its name is not
+    known: then no request gets through either.
+    """
+    try:
+        found = {str(item[4][0]) for item in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return []
+    if any(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in found):
+        found |= set(local_addresses())
+    return sorted(found)
+
+
+def _bare_store(store: Store, config: StoreConfig) -> NodeStore:
+    """The node's store inside whatever wraps it, so that the key file is read once."""
+    inner: object = store
+    while inner is not None and not isinstance(inner, NodeStore):
+        inner = getattr(inner, "inner", None)
+    return inner if inner is not None else NodeStore(parse_access(config))
+
+
+def open_transport(config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]) -> NativeRdma:
+    """Options: see spec.py. Raises UsageError, EnvError."""
+    check_names("native-rdma", options, _OPTIONS)
+    bare = _bare_store(store, config)
+    places = bare.access.places
+    place = places[0] if endpoint is None else parse_place(endpoint, tls=places[0].tls)
+    return NativeRdma(bare, place, parse_settings(options))
+
+
+def parse_settings(options: Mapping[str, str]) -> Settings:
+    """Raises UsageError, and EnvError where no device is usable."""
+    threads = number(options, "threads", 8, 1, 256)
+    dialect = choice(options, "dialect", ("scal", "s3"))
+    path = choice(options, "path", ("v1", "plain"))
+    try:
+        peers = tuple(ipaddress.ip_network(text) for text in _split(options.get("peers", "")))
+    except ValueError as problem:
+        raise UsageError(f"peers: {problem}", hint="write networks such as 10.0.0.0/8, comma-separated") from None
+    header = RDMA_HEADERS[0] if dialect == "scal" else RDMA_HEADERS[1]
+    return Settings(threads, header, path == "plain", tuple(find_rails(_split(options.get("devices", "")))), peers)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
