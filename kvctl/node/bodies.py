@@ -10,9 +10,9 @@ import socket
 import threading
 from typing import Final
 
-SMALL: Final = 128 << 10  # up to here a copy with the head is cheaper than another system call
-_INLINE: Final = 8 << 20  # up to here the event loop sends what is cached: a thread costs two hand-overs
-_PROBES: Final = 8
+WINDOW: Final = 4 << 20  # the event loop looks this far ahead whether bytes are cached
+_PROBE_EVERY: Final = 512 << 10
+_PROBES: Final = (bytearray(1),)  # what is read into it means nothing
 BUFFER: Final = 1 << 20
 _TURN: Final = 64 << 20  # bytes that one turn of a thread moves at most
 _PATIENCE_MS: Final = 5  # how long a thread waits for a peer before it goes back
@@ -23,28 +23,16 @@ class TruncatedError(Exception):
 
 
 def is_warm(fd: int, offset: int, count: int, *, in_memory: bool) -> bool:
-    """Whether the event loop may send this range itself: it is not large, and no disk has to be waited for."""
-    return count <= _INLINE and (in_memory or count == 0 or _is_cached(fd, offset, count))
-
-
-def with_body(head: bytes, fd: int, offset: int, count: int) -> bytearray:
-    """The head and the range behind it. Raises TruncatedError."""
-    data = bytearray(len(head) + count)
-    data[: len(head)] = head
-    if count and os.preadv(fd, [memoryview(data)[len(head) :]], offset) != count:
-        raise TruncatedError
-    return data
-
-
-def _is_cached(fd: int, offset: int, count: int) -> bool:
-    """Whether bytes at some places of the range can be read without waiting: then the rest very likely can, too."""
-    probe = bytearray(1)
-    step = max(1, count // _PROBES)
+    """Whether the event loop may send this range itself, as no disk has to be waited for: bytes at some places of it
+    can be read without waiting, and so very likely can the rest.
+    """
+    if in_memory or not count:
+        return True
     try:
-        return all(
-            os.preadv(fd, [probe], place, os.RWF_NOWAIT)
-            for place in (*range(offset, offset + count, step), offset + count - 1)
-        )
+        for place in range(offset, offset + count, _PROBE_EVERY):
+            if not os.preadv(fd, _PROBES, place, os.RWF_NOWAIT):
+                return False
+        return os.preadv(fd, _PROBES, offset + count - 1, os.RWF_NOWAIT) > 0
     except OSError:  # not cached, or a file system that cannot tell
         return False
 

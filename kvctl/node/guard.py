@@ -29,13 +29,14 @@ class Guard:
         self._started = time.time() if started is None else started
         self._seen: dict[str, int] = {}
         self._derive = lru_cache(maxsize=1024)(self._derived)
+        self._is_open_to = lru_cache(maxsize=1024)(lambda peer: contains(self._open_to, peer))
 
     def check(self, asked: Asked, peer: str, token: str, *, need: Rights, key: str, folder: bool, once: bool) -> None:
         """Returns when `peer` may do this. `key`: what is touched; with `folder` everything that starts with it.
         `once`: the token must not have been used before. Raises HttpError 401, 403 or 503.
         """
         if not token:
-            if contains(self._open_to, peer):
+            if self._is_open_to(peer):
                 return
             raise HttpError(401, "token_missing", "this node wants a token", headers=_CHALLENGE)
         found = parse_token(token)

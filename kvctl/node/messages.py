@@ -150,13 +150,17 @@ def parse_range(text: str, size: int) -> tuple[int, int] | None:
 
 def answer_head(status: int, length: int, headers: Mapping[str, str] | None = None, *, close: bool = False) -> bytes:
     """The head of an answer, ready to send."""
-    extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    extra = header_lines(headers or {})
     ending = "connection: close\r\n" if close else ""
     # RFC 9110: no length with 204
     size = "" if status == 204 else f"content-length: {length}\r\n"
     line = f"HTTP/1.1 {status} {_PHRASES.get(status, 'Status')}"
     text = f"{line}\r\nserver: kvctl\r\ndate: {http_date()}\r\n{extra}{size}{ending}\r\n"
     return text.encode("latin-1", "replace")
+
+
+def header_lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
 def error_body(error: HttpError) -> bytes:

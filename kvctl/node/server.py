@@ -9,21 +9,22 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from kvctl.core.errors import ConfigError, EnvError, InterruptedRunError, UsageError
 from kvctl.node.bodies import TruncatedError
-from kvctl.node.channel import Channel, PlainChannel, Quick, TlsChannel
+from kvctl.node.channel import Channel
 from kvctl.node.guard import Guard
 from kvctl.node.messages import HttpError, answer_head, error_body, parse_request
 from kvctl.node.metrics import Metrics
+from kvctl.node.plain import PlainChannel
 from kvctl.node.rdma_seam import RdmaEngine, RdmaSettings, load_engines
 from kvctl.node.service import Service
 from kvctl.node.settings import NodeSettings
+from kvctl.node.tls import TlsChannel
 from kvctl.node.tree import Tree
 
 _BACKLOG: Final = 1024
@@ -155,6 +156,7 @@ class _Node:
             return await self._drain(again)
         finally:
             watching.cancel()
+            self._service.files.close()
             self._pool.shutdown(wait=True)
             if self._rdma_pool is not None:
                 self._rdma_pool.shutdown(wait=True)
@@ -189,9 +191,11 @@ class _Node:
 
     async def _watch(self) -> None:
         """End connections whose deadline has passed."""
-        pause = min(_WATCH_SECONDS, self._limits.head_seconds / 2, self._limits.idle_seconds / 2)
+        limits = self._limits
+        pause = min(_WATCH_SECONDS, limits.head_seconds / 2, limits.idle_seconds / 2, limits.stall_seconds / 2)
         while True:
             await asyncio.sleep(pause)
+            self._service.files.sweep()
             now = time.monotonic()
             for channel in list(self._channels):
                 if channel.deadline is not None and channel.deadline < now:
@@ -213,7 +217,7 @@ class _Node:
 
     async def _channel(self, sock: socket.socket, peer: str) -> Channel:
         if self._tls is None:
-            return PlainChannel(sock, peer, self._limits, self._pool)
+            return PlainChannel(sock, peer, self._limits, self._pool, self._service.quick)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=1 << 18, loop=loop)
@@ -238,21 +242,11 @@ class _Node:
 
     async def _one(self, channel: Channel) -> bool:
         """Serve one request (and the quick ones before it); whether another may follow."""
-        started: list[Coroutine[None, None, bool]] = []
-        quick: Quick | None = None
-        if isinstance(channel, PlainChannel):
-            quick = partial(self._service.quick, channel=channel, later=started.append)
         try:
-            head = await channel.read_head(quick)
-            if started:
-                return await started.pop()
+            head = await channel.read_head()
             if head is None:
-                return False
+                return isinstance(channel, PlainChannel) and await self._finish(channel)
             request = parse_request(head, self._limits.headers)
-        except asyncio.CancelledError:
-            for begun in started:
-                begun.close()
-            raise
         except HttpError as problem:
             self._metrics.refusals[problem.code] += 1
             body = error_body(problem)
@@ -262,6 +256,10 @@ class _Node:
             await channel.discard(1 << 20)
             return False
         return await self._service.answer(request, channel)
+
+    async def _finish(self, channel: PlainChannel) -> bool:
+        begun, channel.begun = channel.begun, None
+        return begun is not None and await self._service.finish(channel, begun)
 
     def _evict(self) -> bool:
         """End the connection that has been idle longest, if one is."""
@@ -297,7 +295,7 @@ class _Node:
 
     async def _drain(self, again: asyncio.Event) -> Ended:
         """Requests being answered are finished, idle connections end now; what is left at the limit is cut."""
-        self._service.draining = True
+        self._service.draining = self._service.quick.off = True
         deadline = time.monotonic() + self._limits.drain_seconds
         for task in (*self._opening, *self._refusing):
             task.cancel()

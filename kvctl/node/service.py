@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
@@ -13,8 +13,8 @@ from typing import Final
 from kvctl.core.errors import KvctlError
 from kvctl.node import listing
 from kvctl.node.answers import PAGE, check_version, headers_of, iso_time, parse_limit, part, rdma_token
-from kvctl.node.bodies import SMALL, TruncatedError, is_warm, with_body
-from kvctl.node.channel import Channel, Outcome, PlainChannel
+from kvctl.node.bodies import TruncatedError
+from kvctl.node.channel import Channel
 from kvctl.node.guard import Guard
 from kvctl.node.messages import (
     HttpError,
@@ -22,17 +22,18 @@ from kvctl.node.messages import (
     answer_head,
     as_http,
     error_body,
-    parse_request,
     parse_version,
 )
 from kvctl.node.metrics import CONTENT_TYPE, Metrics
+from kvctl.node.openfiles import OpenFiles
+from kvctl.node.plain import PlainChannel
+from kvctl.node.quick import QuickReads, Sending
 from kvctl.node.rdma_seam import Dialect, RdmaEngine, RdmaRequest
 from kvctl.node.settings import Limits
 from kvctl.node.tree import Draft, Tree, check_name
 from kvctl.transports.node_auth import TOKEN_HEADER, Asked, Rights
 
 _ROOT: Final = "/v1/"
-_QUICK: Final = b"GET /v1/"
 _SMALL_BODY: Final = 1 << 16
 _JSON: Final = {"content-type": "application/json"}
 _METHODS: Final = "GET, HEAD, PUT, DELETE"
@@ -68,6 +69,8 @@ class Service:
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self.draining = False
+        self.files = OpenFiles(tree)
+        self.quick = QuickReads(self.files, guard, metrics, tell, in_memory=tree.in_memory)
         self._tree = tree
         self._guard = guard
         self._metrics = metrics
@@ -218,79 +221,13 @@ class Service:
         finally:
             os.close(fd)
 
-    def quick(
-        self, data: bytes, channel: PlainChannel, later: Callable[[Coroutine[None, None, bool]], None]
-    ) -> Outcome:
-        """Answer a plain GET of warm bytes here and now: for small ranges a task's turn costs more than the work.
-        "later" when it is anything else, or goes wrong in any way: nothing was sent then, and `answer` does it all
-        again. "begun": what the peer did not take at once was given to `later`.
-        """
-        started = time.perf_counter()
-        if self.draining or not data.startswith(_QUICK):
-            return "later"
-        fd = -1
+    async def finish(self, channel: PlainChannel, sending: Sending) -> bool:
+        """The rest of an answer that `quick` began; whether the connection can take another request."""
         try:
-            request = parse_request(data, self._limits.headers)
-            if request.length or not request.keep_alive or not request.path.startswith(_ROOT) or rdma_token(request)[0]:
-                return "later"
-            exchange = _Exchange(request, channel, close=False)
-            key = request.path.removeprefix(_ROOT)
-            check_name(key)
-            self._check(exchange, "ro", key)
-            fd, found = self._tree.open(key)
-            status, offset, length, headers = part(request, key, found)
-            if not is_warm(fd, offset, length, in_memory=self._tree.in_memory):
-                os.close(fd)
-                return "later"
-            head = self._head(exchange, status, length, headers)
-            small = length <= SMALL
-            out = with_body(head, fd, offset, length) if small else bytearray(head)
-        except (HttpError, KvctlError, TruncatedError):
-            if fd >= 0:
-                os.close(fd)
-            return "later"
-        rest = 0 if small else length
-        try:
-            sent = channel.try_send(out, fd, offset, rest)
-        except BaseException:
-            os.close(fd)
-            raise
-        if sent < len(out) + rest:
-            later(self._finish(exchange, channel, out, fd, (offset, rest, sent), length, started))
-            return "begun"
-        os.close(fd)
-        self._finished(exchange, started, length)
-        return "done"
-
-    async def _finish(
-        self,
-        exchange: _Exchange,
-        channel: PlainChannel,
-        out: bytearray,
-        fd: int,
-        place: tuple[int, int, int],
-        length: int,
-        started: float,
-    ) -> bool:
-        """The rest of a body that `quick` began; whether the connection can take another request."""
-        offset, rest, sent = place
-        self._metrics.in_flight += 1
-        moved = 0
-        try:
-            await channel.send_rest(out, fd, offset, rest, sent)
-            moved = length
+            await channel.send_begun(sending, in_memory=self._tree.in_memory)
         finally:
-            os.close(fd)
-            self._metrics.in_flight -= 1
-            self._finished(exchange, started, moved)
-        return not exchange.close
-
-    def _finished(self, exchange: _Exchange, started: float, sent: int) -> None:
-        request = exchange.request
-        self._metrics.sent += sent
-        self._metrics.finished(request.method, exchange.status, time.perf_counter() - started)
-        if self._tell is not None:
-            self._tell(f"{exchange.channel.peer} {request.method} {request.target.partition('?')[0]} {exchange.status}")
+            self.quick.end(sending, channel.peer)
+        return not self.draining
 
     async def _send_rdma(
         self, exchange: _Exchange, key: str, fd: int, offset: int, length: int, token: str, dialect: Dialect

@@ -54,6 +54,10 @@ def stat_of(status: os.stat_result) -> Stat:
     return Stat(status.st_size, version, status.st_mtime_ns)
 
 
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def check_name(key: str) -> list[str]:
     """The parts of a key that can be a file here. Raises UsageError."""
     parts = check_key(key).split("/")
@@ -103,6 +107,10 @@ class Tree:
 
     def open(self, key: str) -> tuple[int, Stat]:
         """A descriptor of the object, which the caller closes. Raises KvctlError."""
+        return self.open_identified(key)[:2]
+
+    def open_identified(self, key: str) -> tuple[int, Stat, tuple[int, ...]]:
+        """As `open`, and what `identity` says for as long as the key names this file and it is unchanged."""
         parts = check_name(key)
         try:
             fd = self._open_inside(parts)
@@ -112,7 +120,16 @@ class Tree:
         if not stat_module.S_ISREG(status.st_mode):
             os.close(fd)
             raise NotFoundError(f"{key}: no such object")
-        return fd, stat_of(status)
+        return fd, stat_of(status), _identity(status)
+
+    def identity(self, key: str) -> tuple[int, ...] | None:
+        """Tells a file that was opened before from any other, or None. It opens nothing, so links on the way do no
+        harm: they can only lead to that same file.
+        """
+        try:
+            return _identity(os.stat(key, dir_fd=self._root, follow_symlinks=False))
+        except OSError:
+            return None
 
     def stat(self, key: str) -> Stat:
         fd, found = self.open(key)

@@ -189,7 +189,7 @@ def test_a_peer_that_resets_leaves_no_descriptor(start: Callable[..., NodeProces
         raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         raw.close()
     waits_for(lambda: node.metrics()["kvctl_node_connections"] == 1)
-    assert node.metrics()["process_open_fds"] == before
+    waits_for(lambda: node.metrics()["process_open_fds"] <= before)  # objects are kept open for a second
     assert files_in(node.data) == ["k"]
 
 
