@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -136,7 +137,11 @@ class Executor:
             threading.Thread(target=self._drive, args=(lane,), name=f"kvctl-lane-{number}", daemon=True)
             for number, lane in enumerate(self._lanes)
         ]
-        with ThreadPoolExecutor(self._finishers, thread_name_prefix="kvctl-finish") as self._pool:
+        with (
+            ExitStack() as registered,
+            ThreadPoolExecutor(self._finishers, thread_name_prefix="kvctl-finish") as self._pool,
+        ):
+            self._register(registered, states)
             for driver in drivers:
                 driver.start()
             try:
@@ -153,6 +158,20 @@ class Executor:
         if self._error is not None:
             raise self._error
         return self.stats
+
+    def _register(self, registered: ExitStack, states: Sequence[_State]) -> None:
+        """The memory that several ranges land in or come from, once per lane and for this run; what a single range
+        uses is the transport's own matter.
+        """
+        uses: dict[int, tuple[Buffer, int]] = {}
+        for state in states:
+            buffer = state.task.buffer or (self._arena.buffer if self._arena is not None else None)
+            if buffer is not None:
+                uses[id(buffer)] = (buffer, uses.get(id(buffer), (buffer, 0))[1] + 1)
+        for buffer, count in uses.values():
+            if count > 1:
+                for lane in self._lanes:
+                    registered.callback(lane.transport.register(buffer).close)
 
     # -- the caller's thread: deadlines, delayed retries, cancellation ------------------------------------
 

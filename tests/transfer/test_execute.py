@@ -26,11 +26,11 @@ from kvctl.core.errors import (
     VersionChangedError,
 )
 from kvctl.memory.arena import Arena
-from kvctl.memory.buffers import HostBuffer
+from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import Lane, open_lanes, open_member
 from kvctl.transfer.tasks import Place, Task
-from kvctl.transports.api import Capabilities, Op
+from kvctl.transports.api import Capabilities, Op, Registration
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 
 QUICK = RetryPolicy(base=0.001, cap=0.01, stall_timeout=1.0)
@@ -290,6 +290,38 @@ def test_an_arena_bounds_memory_and_its_slots_are_reused() -> None:
     assert arena.take() is not None
     assert arena.take() is None
     arena.close()
+
+
+class Registering(Scripted):
+    """Keeps what is registered with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[Buffer] = []
+        self.ended: list[Buffer] = []
+
+    def register(self, buffer: Buffer) -> Registration:
+        self.registered.append(buffer)
+        ended = self.ended
+
+        class Ending:
+            def close(self) -> None:
+                ended.append(buffer)
+
+        return Ending()
+
+
+def test_shared_memory_is_registered_once_per_lane_and_let_go_with_the_run() -> None:
+    arena, one, many = Arena(2, PIECE), HostBuffer(PIECE), HostBuffer(len(DATA))
+    transports = [Registering(), Registering()]
+    lanes = lanes_of(*transports)
+    single = Task((Place(0, "k"),), 0, PIECE, buffer=one)
+    tasks = [*pieces([0, 1], None), *pieces([0, 1], many), single]
+    Executor(lanes, context(), arena=arena, hedge=False).run(tasks)
+    for transport in transports:
+        assert sorted(map(id, transport.registered)) == sorted(map(id, (arena.buffer, many)))
+        assert sorted(map(id, transport.ended)) == sorted(map(id, transport.registered))
+    close(lanes)
 
 
 class Halves:
