@@ -22,8 +22,9 @@ _MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 _BATCH: Final = 1 << 20  # bytes that make the kernel wake a reader
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
 _TLS_WRITE: Final = 1 << 20  # a TLS write counts against the timeout as a whole: keep it short
-_NAME: Final = re.compile(rb"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")
-_STATUS: Final = re.compile(rb"^HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?$")
+# RFC 9112: a name has no space and a field no second line; what is lenient here can be smuggled past checks
+_FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
+_STATUS: Final = re.compile(r"HTTP/1\.[01] ([0-9]{3})(?: [^\r\n]*)?")
 
 
 class ProtocolError(Exception):
@@ -110,6 +111,14 @@ class Connection:
             raw.close()
             raise
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether bytes need no TLS: only then `fileno` may be waited for, and `take` used."""
+        return self._tls is None
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
     def is_stale(self) -> bool:
         """Whether the idle connection was closed, or holds bytes that belong to no answer."""
         if self._tls is not None:
@@ -154,10 +163,24 @@ class Connection:
                 if not more:
                     raise ClosedError("the server closed the connection", before_answer=not data)
                 data += more
-            head = _parse_head(data[:end], data[end + 4 :])
+            head = parse_head(data[:end], data[end + 4 :])
             if not 100 <= head.status < 200:
                 return head
             data = head.rest
+
+    def take(self, limit: int) -> bytes:
+        """What came so far; empty when the server ended it. Raises BlockingIOError where nothing came, or OSError."""
+        return self._raw.recv(limit, socket.MSG_DONTWAIT)
+
+    def take_into(self, views: Sequence[memoryview]) -> int:
+        """As `take`, into memory."""
+        if len(views) == 1:
+            return self._raw.recv_into(views[0], len(views[0]), socket.MSG_DONTWAIT)
+        return self._raw.recvmsg_into(views[:_MOST_PARTS], 0, socket.MSG_DONTWAIT)[0]
+
+    def wake_at(self, nbytes: int) -> None:
+        """Whoever waits for `fileno` is woken when this much came (or all that the kernel takes)."""
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def read_body(self, head: Head, view: memoryview) -> int:
         """Fill `view` with the body; the number of bytes that came, fewer only when the server ended it."""
@@ -214,7 +237,7 @@ class Connection:
         """As `read_body`, into several views in turn."""
         rest, left, got = memoryview(head.rest), [view for view in views if len(view)], 0
         while left:
-            if len(rest):
+            if rest:
                 count = min(len(rest), len(left[0]))
                 left[0][:count] = rest[:count]
                 rest = rest[count:]
@@ -225,13 +248,7 @@ class Connection:
             if count == 0:
                 break
             got += count
-            whole = 0
-            while whole < len(left) and count >= len(left[whole]):
-                count -= len(left[whole])
-                whole += 1
-            del left[:whole]
-            if count:
-                left[0] = left[0][count:]
+            advance(left, count)
         return got
 
     def read_small(self, head: Head, limit: int = 65536) -> bytes | None:
@@ -291,20 +308,35 @@ class Connection:
             self._raw.close()
 
 
+def advance(left: list[memoryview], count: int) -> None:
+    """Take `count` bytes that were moved off the front of `left`, none of which is empty."""
+    whole = 0
+    while whole < len(left) and count >= len(left[whole]):
+        count -= len(left[whole])
+        whole += 1
+    del left[:whole]
+    if count:
+        left[0] = left[0][count:]
+
+
 def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _parse_head(head: bytes, rest: bytes) -> Head:
-    line, _, fields = head.partition(b"\r\n")
-    match = _STATUS.match(line)
+def parse_head(head: bytes, rest: bytes) -> Head:
+    """`head` without its empty line, `rest` what came behind. Raises ProtocolError."""
+    line, *fields = head.decode("latin-1").split("\r\n")
+    match = _STATUS.fullmatch(line)
     if match is None:
-        raise ProtocolError(f"an answer that begins with {line[:40]!r}")
+        raise ProtocolError(f"an answer that begins with {line[:40].encode('latin-1')!r}")
     headers: dict[str, list[str]] = {}
-    # RFC 9112: a name has no space and a field no second line; what is lenient here can be smuggled past checks
-    for field in fields.split(b"\r\n") if fields else ():
-        name, colon, value = field.partition(b":")
-        if not colon or not _NAME.match(name) or b"\n" in value or b"\r" in value or b"\0" in value:
-            raise ProtocolError(f"a malformed header {field[:40]!r}")
-        headers.setdefault(name.decode("ascii").lower(), []).append(value.decode("latin-1").strip(" \t"))
-    return Head(int(match.group(1)), headers, rest)
+    for field in fields:
+        found = _FIELD.fullmatch(field)
+        if found is None:
+            raise ProtocolError(f"a malformed header {field[:40].encode('latin-1')!r}")
+        name = found[1].lower()
+        if name in headers:
+            headers[name].append(found[2].strip(" \t"))
+        else:
+            headers[name] = [found[2].strip(" \t")]
+    return Head(int(match[1]), headers, rest)
