@@ -144,6 +144,7 @@ TREE: Final = (
         "Help and records",
         (
             Leaf("demo", "Stripe a real model over three stores, lose one, load, repair.", f"{_COMMANDS}.demo:command"),
+            Leaf("doctor", "Say what this machine and the stores lack, with the fix.", f"{_COMMANDS}.doctor:command"),
             Leaf("report", "Show the report of the last run, or of one by its ID.", f"{_COMMANDS}.report:command"),
             Branch(
                 "config",
