@@ -82,7 +82,7 @@ class AddressHandle(ctypes.Structure):
     """ibv_ah_attr, with its ibv_global_route."""
 
     _fields_ = (
-        ("dgid", ctypes.c_uint8 * 16),
+        ("dgid", ctypes.c_uint64 * 2),  # as bytes; the type is for its alignment
         ("flow_label", ctypes.c_uint32),
         ("sgid_index", ctypes.c_uint8),
         ("hop_limit", ctypes.c_uint8),

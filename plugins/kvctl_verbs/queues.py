@@ -165,7 +165,7 @@ def _attributes(raw: QpAttributes) -> Any:
 
 def _address(raw: AddressHandle) -> Any:
     verbs = load()
-    digits = bytes(raw.dgid).hex()
+    digits = bytes(memoryview(raw.dgid).cast("B")).hex()
     gid = verbs.addr.GID(":".join(digits[at : at + 4] for at in range(0, 32, 4)))
     route = verbs.addr.GlobalRoute(
         dgid=gid, flow_label=raw.flow_label, sgid_index=raw.sgid_index, hop_limit=raw.hop_limit,

@@ -89,5 +89,3 @@ def test_the_bytes_went_by_rdma(node: NodeProcess, pytestconfig: pytest.Config) 
     assert found["kvctl_node_sent_bytes_total"] == 0
     assert found["kvctl_node_received_bytes_total"] == 0
     print({name: value for name, value in found.items() if "rdma" in name})
-
-
