@@ -14,10 +14,9 @@ from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import PackUse
 from kvctl.kv.tokens import ANCHOR_TOKENS
 
-SMALLEST: Final = 4 * MIB
 LARGEST: Final = 64 * MIB
-TARGET: Final = 64 * MIB
-MOST_PACKS: Final = 4096  # of one session, as far as packs of LARGEST allow: keeps its manifest small
+USUAL: Final = 16 * MIB  # of small sessions; below it an object costs more than its bytes
+FEWEST: Final = 4  # packs of a session, so that several are encoded and written at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def pack_target(descriptor: Descriptor, tokens: int, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     total = tokens * sum(token_bytes_of(group, descriptor.dtype) for group in descriptor.groups)
-    return min(LARGEST, max(TARGET, -(-total // MOST_PACKS)))
+    return min(LARGEST, max(USUAL, -(-total // FEWEST)))
 
 
 def plan_group(

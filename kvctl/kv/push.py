@@ -7,10 +7,11 @@ measures.
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final
@@ -22,14 +23,15 @@ from kvctl.kv import sessions
 from kvctl.kv.access import adopt_key, write_descriptor
 from kvctl.kv.codecs import check_codec
 from kvctl.kv.cutting import Cut, GroupPlan, pack_target, plan_group
-from kvctl.kv.encoding import encode_cut
+from kvctl.kv.encoding import encode_cut, most_bytes
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import Finder, PackUse, Stored, full_groups, make_nodes, write_nodes
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
 from kvctl.kv.seams import KvSource
 from kvctl.kv.tokens import BlockKey, chain, token_bytes, token_hmac
-from kvctl.kv.writing import ChunkWriter, make_manifest
+from kvctl.kv.writing import ChunkWriter, Made, make_manifest
+from kvctl.memory.buffers import HostBuffer, round_up
 from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
@@ -38,7 +40,7 @@ from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import StageClock
 
-BATCH: Final = 64 << 20  # payload bytes of packs in memory at once
+BATCH: Final = 128 << 20  # payload bytes of packs that are written together; twice that is in memory
 FEW: Final = 32  # packs per batch: each is looked up by a request of its own
 
 
@@ -46,7 +48,7 @@ FEW: Final = 32  # packs per batch: each is looked up by a request of its own
 class PushSession:
     """`address`: TENANT/NAME. `key`: the repo's master secret, None without one. `with_tokens`: store the token ids
     too. `expires`: seconds from now after which policies may evict the generation. `pack_bytes`: payload that a pack
-    should have (None: 16 to 64 MiB, by the session's size).
+    should have (None: a quarter of the session, but 16 to 64 MiB).
     """
 
     repo: tuple[StoreConfig, ...]
@@ -98,6 +100,15 @@ def named(address: str) -> SessionName:
     return parsed.session
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Packs that are being encoded into `buffer`: each with the size of its header."""
+
+    cuts: Sequence[Cut]
+    buffer: HostBuffer
+    packs: Sequence[Future[tuple[Made, int]]]
+
+
 class _Pushing:
     def __init__(
         self,
@@ -128,10 +139,13 @@ class _Pushing:
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-pack")
         self.lanes: LaneSet = open_lanes(repo.up, max_rate=request.max_rate)
         self.writer = ChunkWriter(push, self.lanes, ctx, budget=request.max_in_flight_bytes, max_rate=request.max_rate)
+        self.buffers: list[HostBuffer] = []
         self.packs_written = 0
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+        for buffer in self.buffers:
+            buffer.close()
         self.lanes.close()
         self.writer.close()
 
@@ -150,7 +164,7 @@ class _Pushing:
             return
         self.ctx.progress.begin("pushing", sum(payload.values()))
         try:
-            fresh = [use for batch in self._batches(cuts, payload) for use in self._write(batch)]
+            fresh = self._write_all(self._batches(cuts, payload))
             tokens_ref = self._write_tokens()
         finally:
             self.ctx.progress.end()
@@ -303,25 +317,53 @@ class _Pushing:
             return self.blocks[-1:]
         return self.blocks[cut.begin // size : -(-cut.end // size)]
 
-    def _encode(self, cut: Cut) -> tuple[memoryview, str, int]:
+    def _write_all(self, batches: Iterable[Sequence[Cut]]) -> list[PackUse]:
+        """Write the packs of all batches: while one is written, the next is encoded into the other of two buffers."""
+        uses: list[PackUse] = []
+        ahead: _Batch | None = None
+        spare: HostBuffer | None = None
+        for cuts in batches:
+            self.ctx.cancel.check("pushing")
+            following = self._encode_all(cuts, spare)
+            spare = None
+            if ahead is not None:
+                uses += self._write(ahead)
+                spare = ahead.buffer
+            ahead = following
+        if ahead is not None:
+            uses += self._write(ahead)
+        return uses
+
+    def _encode_all(self, cuts: Sequence[Cut], spare: HostBuffer | None) -> _Batch:
+        """Begin to encode, each pack in a place of its own."""
+        sizes = [round_up(most_bytes(self.descriptor, cut, len(self._blocks_of(cut)))) for cut in cuts]
+        buffer = spare
+        if buffer is None or buffer.nbytes < sum(sizes):
+            buffer = HostBuffer(sum(sizes))
+            self.buffers.append(buffer)
+        starts = itertools.accumulate(sizes, initial=0)
+        packs = [self.pool.submit(self._encode, cut, buffer, start) for cut, start in zip(cuts, starts, strict=False)]
+        return _Batch(cuts, buffer, packs)
+
+    def _encode(self, cut: Cut, buffer: HostBuffer, start: int) -> tuple[Made, int]:
+        blocks = self._blocks_of(cut)
         with self.clock.timed("encode"):
-            data, header = encode_cut(
-                self.descriptor, cut, self._blocks_of(cut), self.request.source, self.request.codec
+            size, header = encode_cut(
+                self.descriptor, cut, blocks, self.request.source, self.request.codec, buffer.view[start:]
             )
         with self.clock.timed("digest"):
-            return data, digest_of(data), header
+            return Made(digest_of(buffer.view[start : start + size]), buffer, start, size), header
 
-    def _write(self, cuts: Sequence[Cut]) -> list[PackUse]:
-        self.ctx.cancel.check("pushing")
-        encoded = list(self.pool.map(self._encode, cuts))
+    def _write(self, batch: _Batch) -> list[PackUse]:
+        packs = [pack.result() for pack in batch.packs]
         before = self.writer.chunks
-        refs = self.writer.store([(digest, data) for data, digest, _ in encoded])
+        refs = self.writer.store_made([made for made, _ in packs])
         self.packs_written += self.writer.chunks - before
-        self.ctx.progress.advance(sum(self._payload(cut) for cut in cuts))
+        self.ctx.progress.advance(sum(self._payload(cut) for cut in batch.cuts))
         uses = []
-        for cut, (_, digest, header) in zip(cuts, encoded, strict=True):
+        for cut, (made, header) in zip(batch.cuts, packs, strict=True):
             blocks = len(self._blocks_of(cut))
-            uses.append(PackUse(cut.group, cut.first, cut.end - cut.first, blocks, blocks, header, refs[digest]))
+            uses.append(PackUse(cut.group, cut.first, cut.end - cut.first, blocks, blocks, header, refs[made.digest]))
         return uses
 
     def _write_tokens(self) -> ChunkRef | None:

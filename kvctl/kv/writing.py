@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvctl.core.context import Context
@@ -11,12 +12,22 @@ from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import PackUse
 from kvctl.kv.manifest import PackRow, SessionManifest
 from kvctl.kv.names import SessionName
-from kvctl.memory.buffers import HostBuffer
+from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.repo.chunks import ChunkRef
 from kvctl.repo.pushing import Push
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet
 from kvctl.transfer.tasks import Place, RunStats, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A chunk's bytes: `size` of them at `offset` of a buffer of the caller's."""
+
+    digest: str
+    buffer: Buffer
+    offset: int
+    size: int
 
 
 class ChunkWriter:
@@ -36,24 +47,43 @@ class ChunkWriter:
         self.chunks = 0
 
     def store(self, datas: Sequence[tuple[str, memoryview]]) -> dict[str, ChunkRef]:
-        """Digest -> chunk, all of them there when it returns. Each digest is looked up by a request of its own."""
+        """As `store_made`, of bytes that lie anywhere: those that are written are copied first."""
         wanted = dict(datas)
-        sizes = {digest: len(data) for digest, data in wanted.items()}
-        refs = self._push.find(sizes, one_by_one=True)
-        fresh = self._push.new_many({digest: size for digest, size in sizes.items() if digest not in refs})
-        self._room(sum(sizes[digest] for digest in fresh))
-        tasks: list[Task] = []
-        placing = []
+        refs, fresh = self._look({digest: len(data) for digest, data in wanted.items()})
+        self._room(sum(ref.size for ref in fresh.values()))
+        made: list[Made] = []
         at = 0
         for digest, ref in fresh.items():
             self._buffer.view[at : at + ref.size] = wanted[digest]
+            made.append(Made(digest, self._buffer, at, ref.size))
+            at += ref.size
+        return refs | self._write(made, fresh)
+
+    def store_made(self, datas: Sequence[Made]) -> dict[str, ChunkRef]:
+        """Digest -> chunk, all of them there when it returns. Each digest is looked up by a request of its own."""
+        wanted = {made.digest: made for made in datas}
+        refs, fresh = self._look({digest: made.size for digest, made in wanted.items()})
+        return refs | self._write([wanted[digest] for digest in fresh], fresh)
+
+    def _look(self, sizes: Mapping[str, int]) -> tuple[dict[str, ChunkRef], dict[str, ChunkRef]]:
+        """What the repo has, and what must be written, by digest."""
+        refs = self._push.find(sizes, one_by_one=True)
+        return refs, self._push.new_many({digest: size for digest, size in sizes.items() if digest not in refs})
+
+    def _write(self, datas: Sequence[Made], fresh: Mapping[str, ChunkRef]) -> dict[str, ChunkRef]:
+        tasks: list[Task] = []
+        placing = []
+        for made in datas:
+            ref = fresh[made.digest]
             for member in self._push.targets(ref):
                 place = (Place(member.index, ref.key),)
                 tasks.append(
-                    Task(place, 0, ref.size, "write", object_size=ref.size, buffer=self._buffer, buffer_offset=at)
-                )
+                    Task(
+                        place, 0, ref.size, "write", object_size=ref.size, buffer=made.buffer,
+                        buffer_offset=made.offset,
+                    )
+                )  # fmt: skip
                 placing.append((ref, member))
-            at += ref.size
         if tasks:
             executor = Executor(self._lanes.lanes, self._ctx.quiet(), budget=self._budget, max_rate=self._max_rate)
             try:
@@ -65,7 +95,7 @@ class ChunkWriter:
             self._push.placed(ref, member)
         self.chunks += len(fresh)
         self._push.keep()
-        return refs | fresh
+        return dict(fresh)
 
     def _room(self, nbytes: int) -> None:
         if self._buffer.nbytes < nbytes:
