@@ -1,0 +1,101 @@
+"""`--load-format kvctl`: a model loader of vLLM that reads any kvctl source.
+
+    vllm serve FOLDER --load-format kvctl --model-loader-extra-config '{"source": "lab:llama70b@7"}'
+
+FOLDER holds config.json and the tokenizer; "source" is where the weights are (default: FOLDER). Further settings:
+"repo" (where a bare name is), "config" (a kvctl config file), "transport", "verify", "max_rate". `reload_weights`
+with `weights_path` takes any such address.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from kvctl.core.errors import UsageError
+from kvctl.core.units import format_seconds, format_size
+from kvctl_vllm import places
+from kvctl_vllm.held import now_holds
+from kvctl_vllm.tensors import Weights
+
+log = logging.getLogger("vllm.kvctl")
+SETTINGS: Final = {"source", "repo", "config", "transport", "verify", "max_rate", "digests"}
+_MODEL: Final = "_kvctl_model"  # the folder that the engine was started with
+
+
+class KvctlModelLoader(BaseModelLoader):
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        extra = load_config.model_loader_extra_config
+        if not isinstance(extra, dict):
+            raise UsageError(f"--model-loader-extra-config {extra!r} is no JSON object")
+        unknown = sorted(set(extra) - SETTINGS - {_MODEL})
+        if unknown:
+            raise UsageError(
+                f"--load-format kvctl knows no setting {unknown[0]!r}", hint=f"known are {', '.join(sorted(SETTINGS))}"
+            )
+        self.extra: dict[str, Any] = extra  # Any: JSON
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        return
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        self.extra.setdefault(_MODEL, model_config.model)
+        loaded = model.load_weights(self.get_all_weights(model_config, model))  # type: ignore[operator]
+        missing = sorted({name for name, _ in model.named_parameters()} - set(loaded or ()))
+        if missing and loaded is not None and model_config.quantization is None:
+            raise UsageError(
+                f"the weights have no tensor for {missing[0]} and {len(missing) - 1} more parameters of the model",
+                hint="config.json and the weights are of different models",
+            )
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of the source; after a `reload_weights` with a path, of that address."""
+        moved = model_config.model != self.extra.get(_MODEL, model_config.model)
+        address = str(model_config.model if moved else self.extra.get("source", model_config.model))
+        yield from stream(address, self.extra)
+
+
+def stream(address: str, extra: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # Any: JSON
+    """The tensors of a weights address for this process's rank; notes what the engine holds then, and logs the report."""
+    settings = places.config(extra.get("config"))
+    options = {name: extra[name] for name in ("transport", "verify", "max_rate") if name in extra}
+    request = places.weights_request(settings, address, extra.get("repo"), **options)
+    rank, size = tensor_rank()
+    if size > 1:
+        request = replace(request, tp_rank=rank, tp_size=size)
+    weights = Weights(request, places.context(settings))
+    yield from weights
+    report = weights.report
+    assert report is not None
+    now_holds(address, weights.digest, weights.names)
+    log.info(
+        "weights of %s: %d tensors, %s in %s (%.2f GB/s), over-fetch %.2f, over %s, verified: %s, digest %s",
+        address,
+        report.tensors,
+        format_size(report.bytes),
+        format_seconds(report.seconds),
+        report.gbps,
+        report.over_fetch,
+        ", ".join(sorted({path.transport for path in report.paths})) or "nothing",
+        report.verified.state + (f" ({report.verified.why})" if report.verified.why else ""),
+        weights.digest or "unknown",
+    )
+
+
+def tensor_rank() -> tuple[int, int]:
+    """(rank, ranks) of tensor parallelism in this process."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    try:
+        return int(get_tensor_model_parallel_rank()), int(get_tensor_model_parallel_world_size())
+    except (AssertionError, RuntimeError):
+        return 0, 1  # before vLLM made its groups
