@@ -1,10 +1,20 @@
-"""`Agent`: one NIXL agent with one back end, and its transfers. Owned by one thread at a time."""
+"""`Agent`: one NIXL agent with one back end, and its transfers. Owned by one thread at a time.
+
+The libraries under NIXL end with the process, in an order of their own: an agent that is still there then, or a
+transfer that still runs, makes them crash or wait for ever. So what is left is closed while Python still runs.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
 import itertools
 import os
 import secrets
+import socket
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -13,6 +23,8 @@ from kvctl_nixl.library import load
 
 _NAMES: Final = itertools.count()
 _RUN: Final = secrets.token_hex(4)
+
+_EXIT_SECONDS: Final = 5.0  # what transfers in flight get at the end of the process
 
 Region = tuple[int, int, int]  # address or offset, length, device (file descriptor, key number, GPU)
 
@@ -28,6 +40,7 @@ class Transfer:
         self._agent = agent
         self._handle = handle
         self.ended = False
+        agent.transfers.add(self)
 
     def poll(self) -> bool:
         """Whether it ended, well. Raises NixlError when it ended otherwise."""
@@ -47,7 +60,7 @@ class Transfer:
 
     def _end(self) -> None:
         self.ended = True
-        self._agent.running -= 1
+        self._agent.transfers.discard(self)
         handle, self._handle = self._handle, None
         try:
             handle.release()
@@ -56,13 +69,18 @@ class Transfer:
 
 
 class Agent:
-    """`params` go to the back end as they are. Raises EnvError when it cannot be made."""
+    """`params` go to the back end as they are. `port` is where its connections go, if they are TCP: cutting them is the
+    one way to end a transfer. Raises EnvError when it cannot be made.
+    """
 
-    def __init__(self, backend: str, params: Mapping[str, str], *, build: str = "auto") -> None:
+    def __init__(
+        self, backend: str, params: Mapping[str, str], *, build: str = "auto", port: int | None = None
+    ) -> None:
         nixl = load(build)
         self.name = f"kvctl-{os.getpid()}-{_RUN}-{next(_NAMES)}"
         self.backend = backend
-        self.running = 0
+        self.port = port
+        self.transfers: set[Transfer] = set()
         try:
             # the progress thread burns half a core; whoever waits for a transfer drives it
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -71,6 +89,7 @@ class Agent:
             if backend not in plugins:
                 raise EnvError(f"this NIXL has no plug-in {backend}", cause=f"it has {', '.join(sorted(plugins))}")
             self.api.create_backend(backend, dict(params))
+            _LIVE.add(self)
         except EnvError:
             raise
         except Exception as error:
@@ -115,7 +134,6 @@ class Agent:
         except Exception as error:
             raise NixlError(str(error)) from None
         transfer = Transfer(self, handle)
-        self.running += 1
         try:
             state = self.api.transfer(handle)
         except Exception as error:
@@ -128,9 +146,61 @@ class Agent:
             transfer._end()
         return transfer
 
+    @property
+    def running(self) -> int:
+        """Transfers that were not seen to end."""
+        return len(self.transfers)
+
     def close(self) -> None:
-        """Give back what it holds. Waits for what is in flight: keep an agent with abandoned transfers instead."""
+        """Give back what it holds. Waits for what is in flight: `abandon` an agent with transfers instead."""
+        _LIVE.discard(self)
         self.api = None
+
+    def abandon(self) -> None:
+        """Nobody closes it any more: it has transfers that may never end. What can be done at the end of the process is
+        done then.
+        """
+        _ABANDONED.append(self)
+
+    def end_transfers(self, seconds: float) -> bool:
+        """Wait for what is in flight. Whether all of it ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for transfer in list(self.transfers):
+                with contextlib.suppress(NixlError):
+                    transfer.poll()
+            if not self.transfers:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+
+
+_LIVE: Final[weakref.WeakSet[Agent]] = weakref.WeakSet()
+_ABANDONED: Final[list[Agent]] = []
+
+
+@atexit.register
+def _end() -> None:
+    """At the end of the process: no agent of a back end is left, if that can be had."""
+    agents = [agent for agent in _LIVE if agent.api is not None]
+    ports = {agent.port for agent in agents if agent.transfers and agent.port is not None}
+    if ports:
+        _cut(ports)
+    for agent in agents:
+        if agent.end_transfers(_EXIT_SECONDS):
+            agent.close()
+        else:
+            # its destructor would wait for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent.api))
+
+
+def _cut(ports: set[int]) -> None:
+    """Shut down this process's TCP connections to `ports`."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in {socket.AF_INET, socket.AF_INET6} and connection.getpeername()[1] in ports:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def rows(start: int, length: int, device: int, piece: int) -> Any:  # Any: an N x 3 array of NIXL's

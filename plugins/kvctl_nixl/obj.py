@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from kvctl.core.errors import (
     KvctlError,
@@ -31,7 +32,7 @@ from kvctl_nixl.agent import Agent, NixlError, Transfer
 from kvctl_nixl.memory import Desk, Known
 from kvctl_nixl.obj_params import choose_build, connection, passed_on
 from kvctl_nixl.places import Keys, S3Place, bare
-from kvctl_nixl.quarantine import QUARANTINE, keep_running
+from kvctl_nixl.quarantine import QUARANTINE
 from kvctl_nixl.witness import Witness
 
 PIECE: Final = 64 << 20
@@ -98,7 +99,7 @@ class NixlObj(ThreadedTransport):
             if idle:
                 desk.close()
             else:
-                keep_running(desk)
+                desk.agent.abandon()
 
     # -- one operation ---------------------------------------------------------------------------------------------
 
@@ -213,8 +214,10 @@ class NixlObj(ThreadedTransport):
 
     def _make_agent(self, keys: Keys) -> Agent:
         params = {**connection(self._place.access, self.endpoint, keys), **self._params}
+        parts = urlsplit(self.endpoint)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
         with _AGENT_LOCK, _quiet_sdk():
-            return Agent("OBJ", params, build=self._build)
+            return Agent("OBJ", params, build=self._build, port=port)
 
     def _explain(self, op: Op, problem: NixlError) -> KvctlError:
         """NIXL has one error for a missing key, refused keys, no bucket, a busy or broken server: ask the server."""

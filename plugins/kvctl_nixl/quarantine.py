@@ -7,7 +7,6 @@ seen to end; if it never does, until the process ends.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,10 +53,3 @@ class Quarantine:
 
 
 QUARANTINE = Quarantine()
-
-
-def keep_running(owner: object) -> None:
-    """Never destroy `owner`, an agent with transfers in flight: its end would wait for theirs, and that of the process
-    with it.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

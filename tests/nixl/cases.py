@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvctl.core.addresses import StoreConfig
+from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.store_contract import StoreCase
-from kvctl.testing.transport_contract import TransportCase
-from kvctl.transports.api import Transport
+from kvctl.testing.transport_contract import TransportCase, drive
+from kvctl.transports.api import Op, Status, Transport
 from kvctl.transports.registry import choose, open_transports
 from kvctl.transports.retry import RetryStore
 
@@ -27,3 +28,16 @@ def transport_case(
         return transport
 
     return TransportCase(opened, raw_put, case.raw_get, slow)
+
+
+def read_one(
+    transport: Transport, key: str, offset: int, length: int, *, version: str | None = None, size: int | None = None
+) -> tuple[bytes, int]:
+    """The bytes of a range, and how many requests they took."""
+    buffer = GuardedBuffer(length)
+    done = drive(transport, [Op(1, "read", key, offset, length, buffer, 0, version, size)])[1]
+    assert (done.status, done.error) == (Status.DONE, None)
+    data = bytes(buffer.view)
+    buffer.check((0, length))
+    buffer.close()
+    return data, done.requests
