@@ -1,4 +1,4 @@
-"""The lab, made ready once per session, and guests for a module of tests or for one."""
+"""The lab, made ready once per session; guests for a module of tests or for one. A conftest imports them by name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ from scripts.rdma_lab.guests import Guests
 from scripts.rdma_lab.places import MISSING, Lab, LabError
 from scripts.rdma_lab.prepare import boot, prepare
 
+__all__ = ["inside", "lab", "pair", "run_inside", "start_guests"]
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.rdma)
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +54,23 @@ def pair(lab: Lab, inside: dict[str, str]) -> Iterator[Guests]:
     """Guests `a` and `b`, shared by a module's tests: leave them as they were."""
     with Guests(lab, ("a", "b"), folder=str(ROOT), environment=inside) as guests:
         yield guests
+
+
+@pytest.fixture
+def run_inside(start_guests: Callable[..., Guests]) -> Callable[..., str]:
+    """`run_inside(file, seconds)`: a file of tests in a guest of its own, which talks to itself; all must pass there,
+    none may be skipped. Gives what pytest printed.
+    """
+
+    def run(file: str, seconds: float) -> str:
+        guests = start_guests("a")
+        done = guests["a"].run(f"python -m pytest -q -p no:cacheprovider -o addopts= {file}", seconds=seconds)
+        said = f"{done.out}\n{done.err}"
+        assert done.code == 0, said[-6000:]
+        last = done.out.strip().splitlines()[-1]
+        assert "passed" in last
+        assert "skipped" not in last, said[-6000:]
+        print(file, last)
+        return done.out
+
+    return run

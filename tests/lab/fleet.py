@@ -1,0 +1,118 @@
+"""Storage nodes in one guest, clients in others, a repo over them: what the end-to-end tests stand on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvctl.transports.node_auth import MasterKey
+from scripts.rdma_lab.guests import Guests, Job
+
+NODES: Final = 3
+STORAGE: Final = "storage"
+# Patient enough for a busy machine, quick enough for tests that wait for the end of it.
+STALL: Final = 20.0
+_VARIABLES: Final = {
+    "KVCTL_CONFIG": "/lab/kvctl.toml",
+    "KVCTL_STATE_DIR": "/tmp/state",
+    "KVCTL_STALL_TIMEOUT": f"{STALL:g}s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What moved how, in bytes: `http` the bodies that the nodes sent and got, `rdma` what they placed or fetched.
+    `packets`: what the storage guest's RDMA device sent and got.
+    """
+
+    http: int
+    rdma: int
+    packets: int
+
+    def since(self, before: Counted) -> Counted:
+        return Counted(self.http - before.http, self.rdma - before.rdma, self.packets - before.packets)
+
+
+class Fleet:
+    """Three nodes that run in the guest `storage`. Their objects are in that guest's memory."""
+
+    def __init__(self, guests: Guests, *node_options: str) -> None:
+        self.guests = guests
+        self._options = node_options
+        self.jobs: list[Job] = []
+        stores = []
+        for number in range(NODES):
+            master = MasterKey.make()
+            _write(guests.shared / f"{number}.master", master.text())
+            _write(guests.shared / f"{number}.client", master.scoped("rw", "").text())
+            stores.append(
+                f'[[repos.lab.stores]]\nurl = "node://{self.address(number)}/r"\n'
+                f'options = {{ key_file = "/lab/{number}.client" }}\n'
+            )
+        text = 'default_repo = "lab"\nprogress = "none"\n[repos.lab]\n' + "".join(stores)
+        (guests.shared / "kvctl.toml").write_text(text)
+        for number in range(NODES):
+            self.jobs.append(self.serve(number))
+        for job in self.jobs:
+            job.wait_for('"port"', 120)
+
+    def address(self, number: int) -> str:
+        return f"{self.guests[STORAGE].address}:{7781 + number}"
+
+    def serve(self, number: int) -> Job:
+        """Starts a node, over the objects that it has already."""
+        place, options = f"/nodes/{number}", " ".join(self._options)
+        return self.guests[STORAGE].start(
+            f"mkdir -p {place} && exec kvctl -o jsonl node serve {place} --listen {self.address(number)} "
+            f"--key-file /lab/{number}.master {options}",
+            _VARIABLES,
+        )
+
+    def kvctl(self, arguments: str, *, guest: str = "client", environment: Mapping[str, str] | None = None) -> Job:
+        variables = {
+            "KVCTL_CONFIG": "/lab/kvctl.toml",
+            "KVCTL_STATE_DIR": "/tmp/state",
+            "KVCTL_STALL_TIMEOUT": f"{STALL}s",
+        }
+        return self.guests[guest].start(f"exec kvctl {arguments}", {**variables, **(environment or {})})
+
+    def report(self, arguments: str, *, guest: str = "client", seconds: float = 120) -> dict[str, Any]:  # Any: JSON
+        """The report of a command that succeeds."""
+        found: dict[str, Any] = json.loads(self.kvctl(f"-o json {arguments}", guest=guest).wait(seconds).check())
+        return found
+
+    def same(self, one: str, other: str, *, guest: str = "client") -> None:
+        """Two folders of a guest hold the same files. Raises LabError."""
+        self.guests[guest].run(f"cd {one} && sha256sum * >/tmp/sums && cd {other} && sha256sum -c /tmp/sums").check()
+
+    def metrics(self) -> dict[str, int]:
+        """The numbers of all nodes' /metrics, summed."""
+        places = [f"http://{self.address(number)}/metrics" for number in range(NODES)]
+        program = f"import urllib.request as r\nfor p in {places}: print(r.urlopen(p, timeout=30).read().decode())"
+        text = self.guests[STORAGE].run(f"python -SEc {shlex.quote(program)}").check()
+        total: dict[str, int] = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name.startswith("kvctl_node_"):
+                total[name] = total.get(name, 0) + int(float(value))
+        return total
+
+    def counted(self) -> Counted:
+        found = self.metrics()
+        ways = ("sent", "received")
+        device = self.guests[STORAGE].counters()
+        return Counted(
+            sum(found[f"kvctl_node_{way}_bytes_total"] for way in ways),
+            sum(found.get(f"kvctl_node_rdma_{way}_bytes_total", 0) for way in ways),
+            device["sent_pkts"] + device["rcvd_pkts"],
+        )
+
+
+def _write(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
+        out.write(text)
