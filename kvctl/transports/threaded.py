@@ -73,6 +73,9 @@ class ThreadedTransport(ABC):
     def interrupt(self, op_id: int) -> None:
         """Make the running `op_id` end soon, if that can be done safely."""
 
+    def tell(self) -> None:
+        """A worker has put a completion where `poll` finds it: for those that wait for more than that."""
+
     def is_cancelled(self, op_id: int) -> bool:
         return op_id in self._cancelled
 
@@ -138,6 +141,7 @@ class ThreadedTransport(ABC):
                 ended = self._run(op)
                 del op  # and with it the views of its parts
                 self._outbox.put(ended)
+                self.tell()
         finally:
             self.close_worker()
 
@@ -170,12 +174,12 @@ class ThreadedTransport(ABC):
                 self._running.discard(op.id)
                 self._cancelled.discard(op.id)
         if error is not None:
-            _forget_frames(error)
+            forget_frames(error)
         moved = op.length if status is Status.DONE else 0
         return Completion(op.id, status, moved, error, started, time.monotonic(), requests)
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Tracebacks keep the frames' locals, and so views of the buffer, alive for as long as the error is."""
     while error is not None:
         error.__traceback__ = None

@@ -308,6 +308,26 @@ class Connection:
             self._raw.close()
 
 
+def converse(connection: Connection, head: bytes, body: memoryview | None) -> Head:
+    """Send a request and read the head of its answer. A server that refuses answers before it has read all, and then
+    closes: its answer counts more than the broken pipe; but it cannot be a success. Raises OSError or ProtocolError.
+    """
+    broken: OSError | None = None
+    try:
+        connection.send(head, body)
+    except OSError as problem:
+        if body is None:
+            raise
+        broken = problem
+    try:
+        answer = connection.read_head()
+    except OSError as problem:
+        raise broken or problem from None
+    if broken is not None and 200 <= answer.status < 300:
+        raise broken
+    return answer
+
+
 def advance(left: list[memoryview], count: int) -> None:
     """Take `count` bytes that were moved off the front of `left`, none of which is empty."""
     whole = 0

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvctl.core.errors import IncompatibleError, KvctlError, MemberDownError, TransientError
-from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError
+from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 from kvctl_native.errors import Doing, from_connection, from_status, parse_error_body
 from kvctl_native.route import Route
+
+__all__ = ["Call", "Client", "converse"]
 
 _BODY_LIMIT: Final = 1 << 31
 
@@ -136,23 +138,6 @@ class Client:
             self._closed = True
         for _, connection in idle:
             connection.close()
-
-
-def converse(connection: Connection, head: bytes, body: memoryview | None) -> Head:
-    """Send a request and read the head of its answer. A node that refuses answers before it has read all, and then
-    closes: its answer counts more than the broken pipe.
-    """
-    broken: OSError | None = None
-    try:
-        connection.send(head, body)
-    except OSError as problem:
-        if body is None:
-            raise
-        broken = problem
-    try:
-        return connection.read_head()
-    except OSError as problem:
-        raise broken or problem from None
 
 
 def _sent(error: KvctlError) -> KvctlError:

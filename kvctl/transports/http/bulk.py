@@ -1,0 +1,234 @@
+"""The transport: one lean request per range over persistent connections, bodies straight into memory.
+
+One transport per endpoint. Small reads are done by the thread that polls (`InlineReads`), all else by worker threads
+that block; both take idle connections from one pool, and only a worker makes new ones. Every answer is checked before
+its bytes count: status, length, `Content-Range` against the size that the object must have, ETag against the version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvctl.core.errors import KvctlError, UsageError
+from kvctl.transports.api import Capabilities, Completion, Op
+from kvctl.transports.http.dialect import Dialect
+from kvctl.transports.http.inline import InlineReads, as_error, cut_off
+from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
+
+# Reads up to here are done by the thread that polls. More of them at a time than it can copy is no gain.
+INLINE: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class _Begun:
+    """What `InlineReads` leaves to a worker: where the head of an answer has been read, with its connection."""
+
+    connection: Connection | None
+    head: Head | None
+
+
+class HttpTransport(ThreadedTransport):
+    """See `kvctl.transports.api.Transport`."""
+
+    def __init__(self, dialect: Dialect, *, name: str, threads: int, plain: bool) -> None:
+        """`plain`: connections have no TLS."""
+        super().__init__(Capabilities(max_in_flight=threads, zero_copy=plain, scatter=True))
+        self.name = name
+        self.endpoint = dialect.endpoint
+        self._dialect = dialect
+        self._plain = plain
+        self._idle: list[Connection] = []
+        self._active: dict[int, Connection] = {}
+        self._begun: dict[int, _Begun] = {}
+        self._pool_lock = threading.Lock()
+        self._ended = False
+        self._inline = InlineReads(dialect, give_back=self._give_back, hand_over=self._hand_over)
+
+    def describe(self, op: Op) -> str:
+        """The request an operation becomes, for -v."""
+        return self._dialect.describe(op)
+
+    # -- the thread that polls -------------------------------------------------------------------------------------
+
+    def submit(self, ops: Sequence[Op]) -> None:
+        rest = [op for op in ops if not self._begin(op)] if self._plain else ops
+        if rest:
+            super().submit(rest)
+
+    def _begin(self, op: Op) -> bool:
+        """Send a small read's request at once, where there is a connection for it."""
+        if op.kind != "read" or not 0 < op.length <= INLINE:
+            return False
+        with self._pool_lock:
+            if not self._idle:
+                return False
+            connection = self._idle.pop()
+        try:
+            sent = not connection.is_stale()
+            if sent:
+                connection.send(self._dialect.read_head(op))
+        except (OSError, KvctlError):
+            sent = False  # a worker meets it again, and tells
+        except BaseException:
+            connection.close()
+            raise
+        if sent:
+            self._inline.add(op, connection)
+        else:
+            connection.close()
+        return sent
+
+    def poll(self, timeout: float | None) -> list[Completion]:
+        until = None if timeout is None else time.monotonic() + timeout
+        left = timeout
+        while self._inline.busy:
+            done = self._inline.step(left if self._outbox.empty() else 0.0)
+            if not self._outbox.empty():
+                done += super().poll(0)
+            if done or left == 0:
+                return done
+            if until is not None:
+                left = max(0.0, until - time.monotonic())
+        return super().poll(left)
+
+    def tell(self) -> None:
+        self._inline.wake()
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        self._inline.cancel(set(ids))
+        super().cancel(ids)
+
+    def close(self) -> None:
+        self._inline.close()
+        super().close()
+        with self._pool_lock:
+            self._ended = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _hand_over(self, op: Op, connection: Connection | None, head: Head | None) -> None:
+        self._begun[op.id] = _Begun(connection, head)
+        super().submit([op])
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def perform(self, op: Op) -> int:
+        if op.kind == "write" and (op.offset != 0 or (op.object_size is not None and op.object_size != op.length)):
+            raise UsageError(f"{self._dialect.url}: {op.key}: {self.name} writes whole objects only")
+        if op.kind == "read" and op.length <= 0:
+            raise UsageError(f"{self._dialect.url}: {op.key}: a read of {op.length} bytes makes no sense")
+        self._dialect.refuse(op)
+        begun = self._begun.pop(op.id, None)
+        requests = 0 if begun is None else 1
+        while True:
+            head = None
+            if begun is not None and begun.connection is not None:
+                connection, reused, head = begun.connection, True, begun.head
+                begun = None
+            else:
+                connection, reused = self._connect(op)
+                requests += 1
+            keep = False
+            try:
+                with _Interruptible(self, op, connection):
+                    keep = self._read(op, connection, head) if op.kind == "read" else self._write(op, connection)
+            except (OSError, ProtocolError) as problem:
+                if self.is_cancelled(op.id):
+                    raise OpCancelledError from None
+                # an idle connection that the server closes at the same moment says nothing about the request
+                if isinstance(problem, ClosedError) and problem.before_answer and reused and requests == 1:
+                    continue
+                raise as_error(self._dialect, op, problem) from problem
+            except KvctlError as problem:
+                if self._dialect.try_differently(op, problem):
+                    continue
+                raise
+            finally:
+                if keep and not connection.interrupted:
+                    self._give_back(connection)
+                else:
+                    connection.close()
+            return requests
+
+    def interrupt(self, op_id: int) -> None:
+        with self._pool_lock:
+            connection = self._active.get(op_id)
+            if connection is not None:
+                connection.shutdown()
+
+    def _connect(self, op: Op) -> tuple[Connection, bool]:
+        """A connection, and whether it served before."""
+        while True:
+            with self._pool_lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                break
+            if not connection.is_stale():
+                return connection, True
+            connection.close()
+        try:
+            return self._dialect.connect(), False
+        except OSError as problem:
+            raise self._dialect.broken(op, problem) from problem
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._pool_lock:
+            if not self._ended:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _read(self, op: Op, connection: Connection, head: Head | None) -> bool:
+        if head is None:
+            connection.send(self._dialect.read_head(op))
+            head = connection.read_head()
+        if head.status not in {200, 206}:
+            raise self._refusal(op, head, connection)
+        self._dialect.check(op, head)
+        got = connection.read_parts(head, op.parts) if op.parts else connection.read_body(head, op.view)
+        if got != op.length:
+            if connection.interrupted:
+                raise OpCancelledError
+            raise cut_off(self._dialect, op, got)
+        return head.keep_alive
+
+    def _write(self, op: Op, connection: Connection) -> bool:
+        head = converse(connection, self._dialect.write_head(op), op.view)
+        if not 200 <= head.status < 300:
+            raise self._refusal(op, head, connection)
+        body = connection.read_small(head) if head.status != 204 else b""
+        self._dialect.check_written(op, body or b"")
+        return head.keep_alive and body is not None
+
+    def _refusal(self, op: Op, head: Head, connection: Connection) -> KvctlError:
+        try:
+            body = connection.read_small(head) or b""
+        except (OSError, ProtocolError):
+            body = b""
+        return self._dialect.refusal(op, head, body)
+
+
+class _Interruptible:
+    """While an operation is on a connection, `interrupt` can find it."""
+
+    def __init__(self, transport: HttpTransport, op: Op, connection: Connection) -> None:
+        self._transport = transport
+        self._id = op.id
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        with self._transport._pool_lock:
+            self._transport._active[self._id] = self._connection
+        if self._transport.is_cancelled(self._id):
+            self._connection.shutdown()
+            raise OpCancelledError
+
+    def __exit__(self, *_: object) -> None:
+        with self._transport._pool_lock:
+            self._transport._active.pop(self._id, None)
