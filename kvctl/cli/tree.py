@@ -121,6 +121,15 @@ TREE: Final = (
                 ),
             ),
             Branch(
+                "agent",
+                "Keep weights in memory that outlives engines; show and free its slots.",
+                (
+                    Leaf("serve", "Run the agent of this host until a signal ends it.", f"{_COMMANDS}.agent:serve"),
+                    Leaf("ls", "List slots, their generations and who uses them.", f"{_COMMANDS}.agent:ls"),
+                    Leaf("unload", "Free a slot that nobody uses.", f"{_COMMANDS}.agent:unload"),
+                ),
+            ),
+            Branch(
                 "transports",
                 "Show, check and make the ways that bytes can move.",
                 (
@@ -136,6 +145,17 @@ TREE: Final = (
                         f"{_COMMANDS}.transports:check",
                     ),
                     Leaf("new", "Write a plug-in package that works, to start from.", f"{_COMMANDS}.transports:new"),
+                ),
+            ),
+            Branch(
+                "bench",
+                "Measure your own stores.",
+                (
+                    Leaf(
+                        "paths",
+                        "Measure every path to a store against the ceiling of its medium.",
+                        f"{_COMMANDS}.bench:paths",
+                    ),
                 ),
             ),
         ),

@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import NotFoundError
+from kvctl.transports.boto import bucket_and_prefix, plain_client
 from kvctl.transports.registry import open_store
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,8 @@ def _files(root: str) -> Raw:
 
 
 def _s3(config: StoreConfig) -> Raw:
-    client = _boto(config)
-    bucket, _, prefix = config.url.removeprefix("s3://").partition("/")
-    start = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+    client = plain_client(config)
+    bucket, start = bucket_and_prefix(config)
 
     def put(key: str, data: bytes) -> None:
         client.put_object(Bucket=bucket, Key=start + key, Body=data)
@@ -82,37 +77,6 @@ def _s3(config: StoreConfig) -> Raw:
         client.create_multipart_upload(Bucket=bucket, Key=start + key)
 
     return Raw("boto3", put, get, start_upload, client.close)
-
-
-def _boto(config: StoreConfig) -> S3Client:
-    import boto3
-    from botocore import UNSIGNED
-    from botocore.config import Config
-
-    options = {name.replace("-", "_"): value for name, value in config.options.items()}
-    profile = options.get("profile") or options.get("aws_profile")
-    endpoint = config.endpoints[0] if config.endpoints else None
-    own = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    at_aws = not own or (urlsplit(own).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
-    style = options.get("addressing", "auto")
-    if style == "auto":
-        style = "auto" if at_aws else "path"
-    unsigned = "true" in {options.get("anonymous"), options.get("no_sign_request")}
-    made = boto3.session.Session(profile_name=profile, region_name=options.get("region"))
-    settings: Any = {"addressing_style": style}  # Any: the stubs want literals
-    client: S3Client = made.client(
-        "s3",
-        endpoint_url=endpoint,
-        verify=options.get("ca_bundle"),
-        region_name=made.region_name or "us-east-1",
-        config=Config(
-            s3=settings,
-            signature_version=UNSIGNED if unsigned else None,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )
-    return client
 
 
 def _second(config: StoreConfig) -> Raw:

@@ -1,0 +1,157 @@
+"""`kvctl bench paths`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvctl.cli.app import S3Flags, current
+from kvctl.cli.lazy import KvCommand
+from kvctl.cli.options import Age, Size, argument, option, s3_options
+from kvctl.cli.tables import fields, table
+from kvctl.core.units import format_seconds, format_size
+
+EXAMPLES = """\b
+Examples:
+  kvctl bench paths /mnt/models
+  kvctl bench paths node://10.0.0.7:7780/bench --sizes 64KiB,1MiB,16MiB --concurrency 1,8
+  kvctl bench paths -r lab --plot lab.svg -o json
+"""
+
+
+if TYPE_CHECKING:
+    _Type = click.ParamType[Any]  # Any: of items of any type
+else:
+    # generic only in newer releases of click
+    _Type = click.ParamType
+
+
+class ListOf(_Type):
+    """Values separated by commas."""
+
+    name = "list"
+
+    def __init__(self, item: _Type) -> None:
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # Any: click's
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+@click.command("paths", cls=KvCommand, epilog=EXAMPLES)
+@argument("url", "The store: a path or a URL (default: each member of the repo).", required=False)
+@option(
+    "--sizes", type=ListOf(Size()), metavar="SIZE,..", envvar=None, show_default="64KiB,1MiB,4MiB,16MiB",
+    help="Bytes per request.",
+)  # fmt: skip
+@option(
+    "--concurrency", type=ListOf(click.IntRange(min=1)), metavar="N,..", envvar=None, show_default="1,4",
+    help="Requests in flight.",
+)  # fmt: skip
+@option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, envvar=None, help="Interleaved rounds.")
+@option(
+    "--seconds", type=Age(), metavar="TIME", envvar=None, show_default="500ms", help="How long one measurement takes."
+)
+@option("--transport", default="auto", envvar=None, help="Measure this one only (default: every one that can run).")
+@option(
+    "--transport-opt", multiple=True, metavar="K=V", envvar=None, help="An option of the transport; repeat for more."
+)
+@option("--plot", type=click.Path(), metavar="FILE", envvar=None, help="A picture: .svg, .png or .pdf.")
+@option("--keep", is_flag=True, default=False, envvar=None, help="Leave the test object where it is.")
+@s3_options
+def paths(
+    *,
+    url: str | None,
+    sizes: tuple[int, ...] | None,
+    concurrency: tuple[int, ...] | None,
+    rounds: int,
+    seconds: float | None,
+    transport: str,
+    transport_opt: tuple[str, ...],
+    plot: str | None,
+    keep: bool,
+    # Any: the S3 options, as S3Flags takes them
+    **s3: Any,
+) -> None:
+    """Measure every path to a store that can run here, reading, beside the ceiling of its medium: median GB/s, p50 and
+    p99 per request, CPU per GB on both ends. Stores one object of 64 MiB or more under URL/.kvctl-bench-*/ and removes
+    it. Ends with 3 when a path broke.
+    """
+    from kvctl.core.config import parse_option
+
+    app = current()
+    flags = S3Flags(**s3)
+    configs = app.stores(url, flags) if url else app.repo(flags)
+    stores = [(config.url, config) for config in configs]
+
+    from kvctl.bench.paths import CONCURRENCIES, SIZES, BenchOptions, bench_paths
+    from kvctl.bench.plot import require_plot, write_plot
+
+    if plot:
+        require_plot(plot)
+    options = BenchOptions(
+        sizes=sizes or SIZES,
+        concurrencies=concurrency or CONCURRENCIES,
+        rounds=rounds,
+        seconds=0.5 if seconds is None else seconds,
+        transport=transport,
+        transport_options=dict(parse_option(item) for item in transport_opt),
+        keep=keep,
+    )
+    with app.running() as ctx:
+        result = bench_paths(stores, options, ctx)
+    document = result.to_json()
+    if plot:
+        write_plot(document, plot)
+    app.output.result(document, lambda: _shown(document))
+    result.require_measured()
+
+
+def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON
+    lines: list[str] = []
+    for store in document["stores"]:
+        lines += [store["url"], ""]
+        rows = [
+            (
+                format_size(cell["size"]), cell["concurrency"], cell["path"], f"{cell['gb_per_s']:.2f}",
+                _ratio(cell["of_ceiling"]), _time(cell["p50_s"]), _time(cell["p99_s"]),
+                f"{cell['client_cpu_s_per_gb']:.2f}", _ratio(cell["server_cpu_s_per_gb"]), cell["requests"],
+            )
+            for cell in store["cells"]
+        ]  # fmt: skip
+        headers = ("size", "at once", "path", "GB/s", "of ceiling", "p50", "p99", "CPU s/GB", "server's", "requests")
+        lines += table(headers, rows, right=(0, 1, 3, 4, 5, 6, 7, 8, 9))
+        passed = "; ".join(f"{name}: {reason}" for name, reason in store["passed_over"])
+        facts = [
+            ("ceiling", store["ceiling"] or "none is known for this medium"),
+            ("server's CPU", store["server_cpu"]),
+            ("auto takes", f"{store['auto']} ({store['auto_reason']})"),
+            ("passed over", passed),
+        ]
+        facts += [(f"not measured: {item['path']}", _because(item)) for item in store["unavailable"]]
+        facts += [(f"broke: {item['path']}", item["error"]) for item in store["failed"]]
+        facts += [("note", note) for note in store["notes"]]
+        facts.append(("left there", f"{store['url']}/{store['prefix']}/" if store["left"] else ""))
+        lines += ["", *fields(facts, "  "), ""]
+    host = document["host"]
+    lines.append(
+        f"{document['rounds']} interleaved rounds of {format_seconds(document['seconds_per_measurement'])}; one object "
+        f"read again and again, warm; {host['cpus']} CPUs, {host['system']}"
+    )
+    return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_seconds(seconds)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _because(item: Mapping[str, str]) -> str:
+    return f"{item['reason']}; {item['hint']}" if item["hint"] else item["reason"]
