@@ -1,8 +1,9 @@
 """Holds: chunk names that gc must leave alone for a while. Readers hold leases, writers hold intents.
 
-A hold is an object `<id>.json` on one member (any: gc reads all), and parts `<id>/<n>.json` with the names. It
-has an expiry by that member's clock, but a hold ends only when gc *closes* it by a conditional put. A holder that
-finds its hold still open therefore knows that no gc has ever left it out, whatever the clocks say.
+A hold is an object `<id>.json` on one member (any: gc reads all) with the names it began with, and parts
+`<id>/<n>.json` with those that came later. It has an expiry by that member's clock, but a hold ends only when gc
+*closes* it by a conditional put. A holder that finds its hold still open therefore knows that no gc has ever left it
+out, whatever the clocks say.
 
 The rule that makes a held chunk safe: declare the name first, then read the condemned set. gc publishes that set
 before it reads holds for its last look, so either gc sees the hold or the holder sees the condemned name. A name
@@ -56,11 +57,14 @@ class HoldInfo:
 class Hold:
     """One hold of ours. Not thread-safe: its owner calls it."""
 
-    def __init__(self, member: RepoMember, prefix: str, hold_id: str, label: str, ttl: float) -> None:
+    def __init__(
+        self, member: RepoMember, prefix: str, hold_id: str, label: str, ttl: float, names: Sequence[str] = ()
+    ) -> None:
         self.member = member
         self.id = hold_id
         self.key = f"{prefix}{hold_id}.json"
-        self.names: set[str] = set()
+        self.names = set(names)
+        self._first = names
         self._prefix = prefix
         self._label = label
         self._ttl = ttl
@@ -69,31 +73,30 @@ class Hold:
         self._renewed = 0.0
 
     @classmethod
-    def begin(cls, repo: Repo, prefix: str, label: str, *, ttl: float = TTL) -> Hold:
-        """A hold that names nothing yet, on the first member that takes it. `ttl` in seconds.
+    def begin(cls, repo: Repo, prefix: str, label: str, *, ttl: float = TTL, names: Iterable[str] = ()) -> Hold:
+        """A hold of `names`, on the first member that takes it. `ttl` in seconds.
 
         Raises MemberDownError when none does, AuthError with read-only credentials.
         """
         repo.format.check_can("write")
         hold_id = secrets.token_hex(16)
+        first = sorted(set(names))
         problem: TransientError | None = None
         for member in repo.up:
-            hold = cls(member, prefix, hold_id, label, ttl)
+            hold = cls(member, prefix, hold_id, label, ttl, first)
             try:
-                hold._put(if_absent=True)
-            except ConflictError:
-                raise
+                hold._put()  # nobody else has this id: no condition, which some stores must first be asked about
             except TransientError as error:
                 problem = error
                 continue
             return hold
         raise MemberDownError("no member of the repo takes a lease", cause=str(problem), hint="see `kvctl repo status`")
 
-    def _put(self, *, if_absent: bool = False, if_version: str | None = None) -> None:
+    def _put(self, *, if_version: str | None = None) -> None:
         started = time.monotonic()
         expires = self.member.store.now() + timedelta(seconds=self._ttl)
-        document = _document(self.id, self._label, expires, "open", identity())
-        info = self.member.store.put(self.key, document, if_absent=if_absent, if_version=if_version)
+        document = _document(self.id, self._label, expires, "open", identity(), self._first)
+        info = self.member.store.put(self.key, document, if_version=if_version)
         self._version = info.version
         self._renewed = started
 
@@ -123,7 +126,7 @@ class Hold:
         answer and the last renewal is too long ago to be sure without it.
         """
         try:
-            document = _parse(self.member.store.get(self.key), self.key)
+            document, _ = _parse(self.member.store.get(self.key), self.key)
         except NotFoundError as problem:
             raise _lost(self._label, problem) from problem
         except TransientError:
@@ -151,9 +154,9 @@ def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -
     from kvctl.repo.condemned import read_condemned
 
     data = repo.read_meta(key)
-    hold = Hold.begin(repo, LEASES, label or key, ttl=ttl)
+    named = [ref.name for ref in manifests.chunk_refs(manifests.parse(data, key), key)]
+    hold = Hold.begin(repo, LEASES, label or key, ttl=ttl, names=named)
     try:
-        hold.declare(ref.name for ref in manifests.chunk_refs(manifests.parse(data, key), key))
         condemned = read_condemned(repo).names
         if any(condemned.get(name) is not None for name in hold.names):
             raise TransientError(f"no lease on {key} just now", cause="gc is about to look at its chunks again")
@@ -187,8 +190,8 @@ def _member_holds(member: RepoMember, prefix: str) -> list[HoldInfo]:
     for hold_id in heads.keys() | parts.keys():
         keys = tuple(sorted(parts.get(hold_id, ())))
         key = heads.get(hold_id, f"{prefix}{hold_id}.json")
-        version, document = _head(member, key)
-        names: set[str] = set()
+        version, document, first = _head(member, key)
+        names = set(first)
         for part in keys if document["state"] == "open" else ():
             try:
                 names.update(json.loads(member.store.get(part))["names"])
@@ -206,16 +209,16 @@ def _member_holds(member: RepoMember, prefix: str) -> list[HoldInfo]:
     return found
 
 
-def _head(member: RepoMember, key: str) -> tuple[str, dict[str, str]]:
+def _head(member: RepoMember, key: str) -> tuple[str, dict[str, str], list[str]]:
     while True:
         try:
             version = member.store.stat(key).version
-            document = _parse(member.store.get(key), key)
+            document, names = _parse(member.store.get(key), key)
             if member.store.stat(key).version == version:
-                return version, document
+                return version, document, names if document["state"] == "open" else []
         except NotFoundError:
             gone = {"state": "released", "expires": "1970-01-01T00:00:00+00:00", "label": "", "owner": ""}
-            return "", gone
+            return "", gone, []
 
 
 def close_hold(hold: HoldInfo) -> bool:
@@ -239,19 +242,21 @@ def leased(repo: Repo, names: Sequence[str] | frozenset[str]) -> list[HoldInfo]:
     return [hold for hold in read_holds(repo, LEASES) if hold.open and hold.names & wanted and not hold.over()]
 
 
-def _document(hold_id: str, label: str, expires: datetime, state: str, owner: str) -> bytes:
+def _document(hold_id: str, label: str, expires: datetime, state: str, owner: str, names: Sequence[str] = ()) -> bytes:
     # the nonce: two writers of the same words must not look like one (a lost answer is read back and compared)
     document = {
         "schema": SCHEMA, "id": hold_id, "label": label, "expires": expires.isoformat(), "state": state,
-        "owner": owner, "nonce": secrets.token_hex(4),
+        "owner": owner, "nonce": secrets.token_hex(4), "names": list(names),
     }  # fmt: skip
     return json.dumps(document).encode()
 
 
-def _parse(data: bytes, key: str) -> dict[str, str]:
+def _parse(data: bytes, key: str) -> tuple[dict[str, str], list[str]]:
+    """The fields, and the names it began with."""
     try:
         document = json.loads(data)
-        return {name: str(document[name]) for name in ("state", "expires", "label", "owner")}
+        names = [str(name) for name in document.get("names", ())]
+        return {name: str(document[name]) for name in ("state", "expires", "label", "owner")}, names
     except (ValueError, KeyError, TypeError) as problem:
         raise FormatError(f"{key} is malformed", cause=str(problem)) from problem
 

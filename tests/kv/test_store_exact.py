@@ -205,7 +205,7 @@ def test_requests_of_a_pull_do_not_follow_the_store(ctx: Context, calls: Calls, 
     sink = MemorySink()
     pull_session(PullSession(repo, "alice/chat", sink, tokens=tokens), ctx)
     assert len(calls.bulk) == 3
-    assert len(calls.control) == 20, calls.control
+    assert len(calls.control) == 18, calls.control
     calls.reset()
     report = push(repo, "alice/chat", tokens + some_tokens(16, seed=999), ctx)
     assert report.extra["tokens_shared"] == 2_496
