@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -348,17 +349,22 @@ def _parameters(qp_number: int, retries: int) -> _ConnParam:
     )  # fmt: skip
 
 
-def device_of(ip: str) -> str | None:
-    """The RDMA device that has this local address, None when none has. Raises OSError without RDMA in the kernel."""
+def devices_of(ips: Sequence[str]) -> dict[str, str]:
+    """The RDMA device behind each of these local addresses that has one. Raises OSError without RDMA in the kernel."""
+    found: dict[str, str] = {}
     channel = Channel()
     try:
-        ident = Ident(channel)
-        try:
-            ident.bind(ip)
-            return ident.device
-        except OSError:
-            return None
-        finally:
-            ident.close()
+        for ip in ips:
+            ident = Ident(channel)
+            try:
+                ident.bind(ip)
+                device = ident.device
+            except OSError:
+                continue
+            finally:
+                ident.close()
+            if device is not None:
+                found[ip] = device
     finally:
         channel.close()
+    return found

@@ -64,12 +64,12 @@ def find_rails(wanted: Sequence[str] = ()) -> list[Rail]:
     names = {port.device for port in sysfs.ports() if port.usable}
     rails: dict[str, Rail] = {}
     named: set[str] = set()
-    for ip in local_addresses():
-        try:
-            device = cm.device_of(ip)
-        except OSError as problem:
-            raise EnvError("RDMA's connection manager does not work", cause=problem.strerror) from None
-        if device not in names or device is None:
+    try:
+        behind = cm.devices_of(local_addresses())
+    except OSError as problem:
+        raise EnvError("RDMA's connection manager does not work", cause=problem.strerror) from None
+    for ip, device in behind.items():
+        if device not in names:
             continue
         hits = {item for item in wanted if item in {device, ip}}
         named |= hits

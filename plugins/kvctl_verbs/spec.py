@@ -12,6 +12,9 @@ TRANSPORT = TransportSpec(
     rank=30,
     options=(
         Option("threads", "requests in flight per endpoint", "8"),
+        Option(
+            "memory", "arena: what a load lands in is registered once; op: each range alone, for its request", "arena"
+        ),
         Option("devices", "RDMA devices or their addresses, comma-separated", "all that are usable"),
         Option("peers", "CIDRs that may connect besides the endpoint's own address, comma-separated", "none"),
         Option("dialect", "scal: the header x-scal-rdma; s3: x-rdma-info", "scal"),

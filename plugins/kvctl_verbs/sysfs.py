@@ -11,17 +11,19 @@ ROOT: Final = "/sys/class/infiniband"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """`state` as the kernel says it (ACTIVE, DOWN, ..), `gids` those that are set, `link`: Ethernet or InfiniBand."""
+    """`state` as the kernel says it (ACTIVE, DOWN, ..), `gid` the first one that is set, empty where none is; `link`:
+    Ethernet or InfiniBand.
+    """
 
     device: str
     number: int
     state: str
     link: str
-    gids: tuple[str, ...]
+    gid: str
 
     @property
     def usable(self) -> bool:
-        return self.state == "ACTIVE" and bool(self.gids)
+        return self.state == "ACTIVE" and bool(self.gid)
 
 
 def ports(root: str = ROOT) -> list[Port]:
@@ -30,11 +32,17 @@ def ports(root: str = ROOT) -> list[Port]:
     for device in _names(root):
         for number in _names(f"{root}/{device}/ports"):
             place = f"{root}/{device}/ports/{number}"
-            gids = [_read(f"{place}/gids/{name}") for name in sorted(_names(f"{place}/gids"), key=_order)]
             state = _read(f"{place}/state").rpartition(":")[2].strip()
-            link = _read(f"{place}/link_layer")
-            found.append(Port(device, _order(number), state, link, tuple(gid for gid in gids if gid.strip("0:"))))
+            found.append(Port(device, _order(number), state, _read(f"{place}/link_layer"), _first_gid(place)))
     return found
+
+
+def _first_gid(place: str) -> str:
+    # a table has up to a thousand entries, a file each
+    for name in sorted(_names(f"{place}/gids"), key=_order):
+        if (gid := _read(f"{place}/gids/{name}")).strip("0:"):
+            return gid
+    return ""
 
 
 def _names(folder: str) -> list[str]:

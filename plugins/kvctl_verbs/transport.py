@@ -45,14 +45,14 @@ from kvctl_verbs.rails import Balance, Rail, find_rails, local_addresses
 from kvctl_verbs.regions import Region, Regions
 from kvctl_verbs.token import MAX_SIZE, RcToken
 
-_OPTIONS: Final = ("devices", "dialect", "path", "peers", "threads")
+_OPTIONS: Final = ("devices", "dialect", "memory", "path", "peers", "threads")
 _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`header`: the one that carries the token; `plain`: keys without `/v1`; `rails`: devices to use; `peers`: who may
-    connect besides the endpoint itself.
+    connect besides the endpoint itself; `arenas`: register what a load lands in as a whole.
     """
 
     threads: int
@@ -60,6 +60,7 @@ class Settings:
     plain: bool
     rails: tuple[Rail, ...]
     peers: tuple[Network, ...]
+    arenas: bool = True
     patience: Patience = field(default_factory=Patience)
 
 
@@ -134,10 +135,11 @@ class NativeRdma(ThreadedTransport):
 
     def register(self, buffer: Buffer) -> Registration:
         """One registration per device. Memory of files is left to the single operations: pinning all of a file that
-        may be larger than memory is not for us.
+        may be larger than memory is not for us. So is everything with `memory=op`, where a node that writes past its
+        range is stopped by the device.
         """
         super().register(buffer)
-        if buffer.kind == "shared" or buffer.nbytes == 0:
+        if not self._settings.arenas or buffer.kind == "shared" or buffer.nbytes == 0:
             return NoRegistration()
         return self._regions.add(buffer.address, buffer.nbytes, [landing.device for landing in self._landings])
 
@@ -420,12 +422,14 @@ def parse_settings(options: Mapping[str, str]) -> Settings:
     threads = number(options, "threads", 8, 1, 256)
     dialect = choice(options, "dialect", ("scal", "s3"))
     path = choice(options, "path", ("v1", "plain"))
+    arenas = choice(options, "memory", ("arena", "op")) == "arena"
     try:
         peers = tuple(ipaddress.ip_network(text) for text in _split(options.get("peers", "")))
     except ValueError as problem:
         raise UsageError(f"peers: {problem}", hint="write networks such as 10.0.0.0/8, comma-separated") from None
     header = RDMA_HEADERS[0] if dialect == "scal" else RDMA_HEADERS[1]
-    return Settings(threads, header, path == "plain", tuple(find_rails(_split(options.get("devices", "")))), peers)
+    rails = tuple(find_rails(_split(options.get("devices", ""))))
+    return Settings(threads, header, path == "plain", rails, peers, arenas)
 
 
 def _split(text: str) -> list[str]:

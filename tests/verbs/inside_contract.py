@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.errors import NotFoundError
+from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.nodes import NodeProcess
-from kvctl.testing.transport_contract import TransportCase, TransportContract
-from kvctl.transports.api import Transport
+from kvctl.testing.transport_contract import DATA, SIZE, TransportCase, TransportContract, drive
+from kvctl.transports.api import Op, Status, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl_native.store import NodeStore
 
@@ -69,12 +70,26 @@ class TestNativeRdma(TransportContract):
         yield from case_of(node, {})
 
 
-class TestOtherForms(TransportContract):
+def test_the_other_forms_of_the_protocol(node: NodeProcess) -> None:
     """`x-rdma-info`, and keys without /v1."""
-
-    @pytest.fixture
-    def case(self, node: NodeProcess) -> Iterator[TransportCase]:
-        yield from case_of(node, {"dialect": "s3", "path": "plain", "threads": "2"})
+    [case] = case_of(node, {"dialect": "s3", "path": "plain", "threads": "2", "memory": "op"})
+    version = case.raw_put("k", DATA)
+    transport = case.open()
+    buffer = GuardedBuffer(SIZE)
+    done = drive(
+        transport,
+        [
+            Op(1, "read", "k", 100, 70_000, buffer, 100, version, SIZE),
+            Op(2, "read", "k", 0, 10, buffer, 80_000, "other", SIZE),
+        ],
+    )
+    assert (done[1].status, done[2].status) == (Status.DONE, Status.FAILED)
+    assert buffer.view[100:70_100] == DATA[100:70_100]
+    buffer.check((100, 70_100))
+    assert drive(transport, [Op(3, "write", "w", 0, 5000, buffer, 100, object_size=5000)])[3].status is Status.DONE
+    assert case.raw_get("w") == DATA[100:5100]
+    transport.close()
+    buffer.close()
 
 
 def test_auto_takes_rdma(node: NodeProcess) -> None:
@@ -82,7 +97,7 @@ def test_auto_takes_rdma(node: NodeProcess) -> None:
     assert (choice.spec.name, choice.passed_over) == ("native-rdma", ())
 
 
-def test_the_bytes_went_by_rdma(node: NodeProcess, pytestconfig: pytest.Config) -> None:
+def test_the_bytes_went_by_rdma(node: NodeProcess) -> None:
     found = node.metrics()
     assert found["kvctl_node_rdma_sent_bytes_total"] > 0
     assert found["kvctl_node_rdma_received_bytes_total"] > 0

@@ -163,7 +163,7 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> Non
     assert "ip addr" in found.hint
     device(tmp_path, "rxe2", "ACTIVE", EMPTY, GID)
     assert [port.usable for port in sysfs.ports(str(tmp_path))] == [False, False, True]
-    assert sysfs.ports(str(tmp_path))[2].gids == (GID,)
+    assert sysfs.ports(str(tmp_path))[2].gid == GID
     found = probe(str(tmp_path), str(tmp_path / "rdma_cm"))
     assert "rdma_cm is missing" in found.reason
     assert "rdma_ucm" in found.hint

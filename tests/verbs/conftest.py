@@ -1,0 +1,7 @@
+"""Guests of the lab for this folder's tests."""
+
+from __future__ import annotations
+
+from tests.lab.fixtures import inside, lab, run_inside, start_guests
+
+__all__ = ["inside", "lab", "run_inside", "start_guests"]

@@ -1,0 +1,251 @@
+"""Large requests, many at once, and ends that die: native-rdma and our node, in one guest of the lab.
+tests/verbs/test_verbs_in_guests.py runs this file there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvctl.core.errors import MemberDownError
+from kvctl.memory.buffers import HostBuffer
+from kvctl.memory.files import FileBuffer
+from kvctl.testing.nodes import NodeProcess
+from kvctl.transports.api import Completion, Op, Status, Transport
+from kvctl.transports.registry import choose, open_store, open_transports
+from kvctl_verbs.regions import Region
+from kvctl_verbs.token import RcToken
+from kvctl_verbs.transport import NativeRdma
+from tests.node.rawhttp import Key, Raw
+
+IP = os.environ["LAB_ADDRESS"]
+MIB = 1 << 20
+SIZE = 48 * MIB + 777
+RDMA = ("--rdma", "require", "--rdma-allow", f"{IP}/32", "--rdma-opt", "pool=8388608", "--rdma-opt", "stall=5")
+DATA = random.Random(5).randbytes(SIZE)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess.start(str(tmp_path), *RDMA) as running:
+        (Path(running.data) / "big").write_bytes(DATA)
+        yield running
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Transport]]:
+    made: list[Transport] = []
+
+    def start(node: NodeProcess, timeout: str = "30", **options: str) -> Transport:
+        config = node.store(options={"timeout": timeout})
+        transport = open_transports(config, open_store(config), choose("node", "host", "native-rdma"), options)[0]
+        made.append(transport)
+        return transport
+
+    yield start
+    for transport in made:
+        transport.close()
+
+
+def drain(transport: Transport, count: int) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    while len(found) < count:
+        more = transport.poll(60)
+        assert more, f"{len(found)} of {count} ended"
+        found.update({item.id: item for item in more})
+    return found
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_large_requests_are_moved_in_pieces_and_many_at_once(
+    node: NodeProcess, connect: Callable[..., Transport]
+) -> None:
+    """One request of 48 MiB takes eight pieces of 1 MiB in flight; sixteen at once share a pool of eight."""
+    transport = connect(node, threads="16")
+    buffer = HostBuffer(SIZE)
+    registration = transport.register(buffer)
+    transport.submit([Op(1, "read", "big", 0, SIZE, buffer, 0, None, SIZE)])
+    assert drain(transport, 1)[1].status is Status.DONE
+    assert buffer.view == DATA
+    transport.submit([Op(1, "write", "copy", 0, SIZE, buffer, 0, object_size=SIZE)])
+    assert drain(transport, 1)[1].status is Status.DONE
+    assert (Path(node.data) / "copy").read_bytes() == DATA
+    buffer.view[:] = bytes(SIZE)
+    step = 700_001
+    ops = [Op(at, "read", "big", at, min(step, SIZE - at), buffer, at, None, SIZE) for at in range(0, SIZE, step)]
+    random.Random(1).shuffle(ops)
+    transport.submit(ops)
+    assert {item.status for item in drain(transport, len(ops)).values()} == {Status.DONE}
+    assert buffer.view == DATA
+    registration.close()
+    found = node.metrics()
+    assert found["kvctl_node_rdma_sent_bytes_total"] == 2 * SIZE
+    assert found["kvctl_node_rdma_received_bytes_total"] == SIZE
+    assert found["kvctl_node_sent_bytes_total"] == found["kvctl_node_received_bytes_total"] == 0
+    assert found["kvctl_node_rdma_pool_free_pieces"] == 8
+    assert 0 < found["kvctl_node_rdma_connections"] <= 16
+    buffer.close()
+
+
+def test_the_pages_of_a_file_are_a_destination_too(
+    node: NodeProcess, connect: Callable[..., Transport], tmp_path: Path
+) -> None:
+    transport = connect(node)
+    buffer = FileBuffer(str(tmp_path / "copy"), SIZE)
+    ops = [Op(at, "read", "big", at, min(8 * MIB, SIZE - at), buffer, at, None, SIZE) for at in range(0, SIZE, 8 * MIB)]
+    transport.submit(ops)
+    assert {item.status for item in drain(transport, len(ops)).values()} == {Status.DONE}
+    buffer.close()
+    assert (tmp_path / "copy").read_bytes() == DATA
+
+
+def test_a_client_that_dies_costs_the_node_nothing(node: NodeProcess, connect: Callable[..., Transport]) -> None:
+    code = (
+        "import sys\nfrom kvctl.core.addresses import StoreConfig\nfrom kvctl.memory.buffers import HostBuffer\n"
+        "from kvctl.transports.api import Op\n"
+        "from kvctl.transports.registry import choose, open_store, open_transports\n"
+        "config = StoreConfig(sys.argv[1], (), {'key_file': sys.argv[2]})\n"
+        "[one] = open_transports(config, open_store(config), choose('node', 'host', 'native-rdma'))\n"
+        f"buffer = HostBuffer({SIZE})\nkept = one.register(buffer)\nprint('ready', flush=True)\n"
+        f"one.submit([Op(n, 'read', 'big', 0, {SIZE}, buffer, 0, None, {SIZE}) for n in range(1000)])\n"
+        "while True:\n    one.poll(None)\n"
+    )
+    config = node.store()
+    client = subprocess.Popen(
+        [sys.executable, "-c", code, config.url, config.options["key_file"]], stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline() == "ready\n"
+    until(lambda: node.metrics()["kvctl_node_rdma_sent_bytes_total"] > 0, "nothing was moved")
+    client.kill()
+    client.communicate()
+    until(lambda: node.metrics()["kvctl_node_rdma_connections"] == 0, "connections of a dead client are kept")
+    assert node.metrics()["kvctl_node_rdma_pool_free_pieces"] == 8
+    transport = connect(node)
+    buffer = HostBuffer(MIB)
+    transport.submit([Op(1, "read", "big", 0, MIB, buffer)])
+    assert drain(transport, 1)[1].status is Status.DONE
+    assert buffer.view == DATA[:MIB]
+
+
+def test_a_node_that_dies_is_an_error_and_one_that_comes_back_is_used(
+    node: NodeProcess, connect: Callable[..., Transport]
+) -> None:
+    transport = connect(node)
+    buffer = HostBuffer(SIZE)
+    registration = transport.register(buffer)
+    transport.submit([Op(number, "read", "big", 0, SIZE, buffer, 0, None, SIZE) for number in range(4)])
+    until(lambda: node.metrics()["kvctl_node_rdma_connections"] > 0, "no transfer began")
+    node.kill()
+    started = time.monotonic()
+    found = drain(transport, 4)
+    assert time.monotonic() - started < 30
+    lost = [item for item in found.values() if item.status is Status.FAILED]
+    assert lost
+    assert all(isinstance(item.error, MemberDownError) for item in lost)
+    buffer.view[:] = bytes(SIZE)
+    with NodeProcess.start(node.folder, *RDMA, port=node.port):
+        assert buffer.view == bytes(SIZE), "nothing came in after the operations had ended"
+        transport.submit([Op(1, "read", "big", 0, SIZE, buffer, 0, None, SIZE)])
+        assert drain(transport, 1)[1].status is Status.DONE
+        assert buffer.view == DATA
+    registration.close()
+
+
+def test_a_node_that_hangs_is_given_up_and_finds_no_way_in_later(
+    node: NodeProcess, connect: Callable[..., Transport]
+) -> None:
+    transport = connect(node, timeout="2")
+    buffer = HostBuffer(4 * MIB)
+    registration = transport.register(buffer)
+    first = Op(1, "read", "big", 0, 4 * MIB, buffer, 0, None, SIZE)
+    transport.submit([first])
+    assert drain(transport, 1)[1].status is Status.DONE
+    node.stop()
+    transport.submit([first])
+    done = drain(transport, 1)[1]
+    assert (done.status, type(done.error)) == (Status.FAILED, MemberDownError)
+    buffer.view[:] = bytes(4 * MIB)
+    failed = node_failures(node)
+    until(lambda: node_failures(node) > failed or answered(node) >= 2, "the node never took the request up")
+    assert buffer.view == bytes(4 * MIB)
+    transport.submit([first])
+    assert drain(transport, 1)[1].status is Status.DONE
+    registration.close()
+
+
+def node_failures(node: NodeProcess) -> float:
+    node.resume()
+    return node.metrics()["kvctl_node_rdma_failures_total"] + node.metrics()["kvctl_node_rdma_connections_failed_total"]
+
+
+def answered(node: NodeProcess) -> float:
+    return sum(
+        value for name, value in node.metrics().items() if name.startswith('kvctl_node_requests_total{method="GET"')
+    )
+
+
+def test_cancelling_in_full_flight_ends_each_operation_once(
+    node: NodeProcess, connect: Callable[..., Transport]
+) -> None:
+    transport = connect(node, threads="4")
+    buffer = HostBuffer(SIZE)
+    registration = transport.register(buffer)
+    for _ in range(3):
+        transport.submit([Op(number, "read", "big", 0, SIZE, buffer, 0, None, SIZE) for number in range(8)])
+        until(lambda: node.metrics()["kvctl_node_rdma_connections"] > 0, "no transfer began")
+        transport.cancel(range(8))
+        found = drain(transport, 8)
+        assert {item.status for item in found.values()} <= {Status.CANCELLED, Status.DONE}
+        buffer.view[:] = bytes(SIZE)
+        time.sleep(0.2)
+        assert buffer.view == bytes(SIZE), "a cancelled operation still wrote"
+    transport.submit([Op(1, "read", "big", 0, SIZE, buffer, 0, None, SIZE)])
+    done = drain(transport, 1)[1]
+    assert (done.status, done.error) == (Status.DONE, None)
+    assert buffer.view == DATA
+    until(lambda: node.metrics()["kvctl_node_rdma_pool_free_pieces"] == 8, "pieces are lost")
+    registration.close()
+
+
+def test_a_registration_that_ended_lets_nobody_in(node: NodeProcess, connect: Callable[..., Transport]) -> None:
+    """A token from before, at a listener that is still there: the device refuses its rkey."""
+    transport = connect(node)
+    assert isinstance(transport, NativeRdma)
+    buffer = HostBuffer(MIB)
+    registration = transport.register(buffer)
+    assert isinstance(registration, Region)
+    [[memory]] = registration.memories.values()
+    port = transport._landings[0].listen()
+    token = RcToken(IP, port.number, buffer.address, 4096, memory.rkey).text()
+    key = Key.derived((Path(node.folder) / "master.key").read_text())
+    with Raw((node.host, node.port), key) as raw:
+        assert raw.ask("GET", "/v1/big", x_scal_rdma=token, range="bytes=0-4095").status == 206
+        assert buffer.view[:4096] == DATA[:4096]
+        buffer.view[:4096] = bytes(4096)
+        registration.close()
+        assert raw.ask("GET", "/v1/big", x_scal_rdma=token, range="bytes=0-4095").status == 400
+    assert buffer.view == bytes(MIB)
+
+
+def test_neither_end_tells_a_token(node: NodeProcess) -> None:
+    config = node.store()
+    url = f"{config.url}/big?key_file={config.options['key_file']}"
+    command = [sys.executable, "-m", "kvctl", "-v", "load-weights", url, "--transport", "native-rdma"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert "x-scal-rdma" not in said.stderr or not re.search(r"x-scal-rdma\W+\d", said.stderr)
+    assert not re.search(r":0x[0-9a-f]{16}:0x[0-9a-f]{8}:0x", said.stderr + said.stdout + node.log())
