@@ -1,16 +1,17 @@
-"""Small requests that read (HEAD, GET, list) over a few kept connections: a fraction of boto3's CPU, and nothing to
-import before the first byte. What changes the store goes through boto3.
+"""Small requests (HEAD, GET, list, PUT, DELETE) over a few kept connections: a fraction of boto3's CPU, and nothing to
+import before the first byte.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 
 from kvctl.core.errors import IncompatibleError, KvctlError, TransientError
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError
 from kvctl_s3.errors import Doing, from_connection, from_status, parse_error_body
 from kvctl_s3.route import Route
-from kvctl_s3.signing import Signer
+from kvctl_s3.signing import EMPTY_PAYLOAD, Signer
 
 _BODY_LIMIT = 1 << 31  # of a chunked answer
 
@@ -26,26 +27,44 @@ class Client:
         self._closed = False
 
     def request(
-        self, method: str, key: str | None, extra: str = "", *, query: str = "", shown: str = "", doing: Doing = "read"
+        self,
+        method: str,
+        key: str | None,
+        extra: str = "",
+        *,
+        query: str = "",
+        shown: str = "",
+        doing: Doing = "read",
+        data: bytes | None = None,
+        once: bool = False,
     ) -> tuple[Head, bytes]:
-        """A 2xx answer and its body. `shown` is the key in messages. Raises KvctlError for any other answer."""
+        """A 2xx answer and its body. `shown` is the key in messages. `data` is what a PUT sends. `once`: not sent
+        again when it may have arrived. Raises KvctlError for any other answer; its details say `unsent` when no
+        connection could be made.
+        """
         what = f"{doing} {shown}".strip()
+        payload = EMPTY_PAYLOAD
+        if data is not None:
+            payload = hashlib.sha256(data).hexdigest()
+            extra = f"content-length: {len(data)}\r\ncontent-type: application/octet-stream\r\n{extra}"
         tries = 0
         while True:
             tries += 1
             try:
                 connection, signer, reused = self._take()
             except OSError as problem:
-                raise from_connection(self._route.endpoint, problem, doing=what) from None
+                error = from_connection(self._route.endpoint, problem, doing=what)
+                error.details["unsent"] = True
+                raise error from None
             keep = False
             try:
-                connection.send(self._route.head(signer, method, key, extra, query=query))
-                head = connection.read_head()
+                request = self._route.head(signer, method, key, extra, query=query, payload=payload)
+                head = _exchange(connection, request, data)
                 body = b"" if method == "HEAD" or head.status == 204 else self._body(connection, head, shown)
                 keep = head.keep_alive and not (method == "HEAD" and head.rest)
             except ClosedError as problem:
                 # an idle connection that the server closes at the same moment says nothing about the request
-                if problem.before_answer and reused and tries == 1:
+                if problem.before_answer and reused and tries == 1 and not once:
                     continue
                 raise from_connection(self._route.endpoint, problem, doing=what) from None
             except OSError as problem:
@@ -105,3 +124,18 @@ class Client:
             self._closed = True
         for connection, _ in idle:
             connection.close()
+
+
+def _exchange(connection: Connection, request: bytes, data: bytes | None) -> Head:
+    if data is None:
+        connection.send(request)
+        return connection.read_head()
+    broken: OSError | None = None
+    try:
+        connection.send(request, memoryview(data))
+    except OSError as problem:
+        broken = problem  # a server that refuses answers before it has read all, and then closes
+    try:
+        return connection.read_head()
+    except OSError as problem:
+        raise broken or problem from None

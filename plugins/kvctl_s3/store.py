@@ -1,4 +1,5 @@
-"""The `s3://` store: control calls on any S3 server. Reads go over our own connections, writes through boto3.
+"""The `s3://` store: control calls on any S3 server, over our own connections; batches of deletions and unfinished
+uploads through boto3.
 
 Endpoints of one store stand in for each other: a call that cannot connect goes to the next one, and the one
 that answered is asked first from then on. A version is the ETag, compared and never interpreted.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -29,7 +31,7 @@ from kvctl.transports.retry import from_pages
 from kvctl.transports.wire import Head
 from kvctl_s3.access import Access
 from kvctl_s3.client import Client
-from kvctl_s3.errors import Doing, from_status
+from kvctl_s3.errors import Doing, from_status, parse_error_body
 from kvctl_s3.listing import parse_list
 from kvctl_s3.route import Route
 from kvctl_s3.settings import parse_settings
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _DELETE_BATCH: Final = 1000  # limit of DeleteObjects
 _PROBE: Final = ".kvctl-probe-"
+_SEEN: Final[dict[tuple[tuple[str, ...], str], float]] = {}  # endpoints and bucket -> when conditional puts were seen
+_SEEN_FOR: Final = 600.0  # seconds: another server may stand there one day
 
 
 def version_of(etag: str) -> str:
@@ -60,7 +64,8 @@ class S3Store:
         self._first = 0  # the endpoint that answered last
         self._bucket_seen = False
         self._readers: dict[str, Client] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # while it is found out whether the server has conditional puts
+        self._readers_lock = threading.Lock()
         switch = settings.conditional_put
         # AWS documents it; elsewhere it is tried once, when first asked for
         self._conditional_put = True if self.access.is_aws() else None
@@ -155,20 +160,19 @@ class S3Store:
     def _put(
         self, key: str, full: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
-        extra: dict[str, Any] = {}  # Any: boto's keywords by name
-        if if_absent:
-            extra["IfNoneMatch"] = "*"
+        extra = "if-none-match: *\r\n" if if_absent else ""
         if if_version is not None:
-            extra["IfMatch"] = f'"{if_version}"'
-
-        def write(client: S3Client) -> ObjectInfo:
-            answer = client.put_object(Bucket=self._bucket, Key=full, Body=data, **extra)
-            date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-            return ObjectInfo(key, len(data), version_of(answer["ETag"]), _parse_date(date))
-
+            extra = f'if-match: "{if_version}"\r\n'
         try:
             # a conditional put that may have landed is not sent again from here: whoever retries must know
-            return self._call(write, key, "write", once=bool(extra))
+            head, body = self._ask("PUT", full, extra, shown=key, doing="write", data=data, once=bool(extra))
+            code, message, _ = parse_error_body(body) if body else ("", "", {})
+            if code:  # some servers find out after they have sent the status
+                raise from_status(self.url, key, 500, code, message, doing="write")
+            etag = head.get("etag")
+            if not etag:
+                raise IncompatibleError(f"{self.url}: {key}: the server tells no ETag")
+            return ObjectInfo(key, len(data), version_of(etag), _parse_date(head.get("date")))
         except KvctlError as problem:
             if (
                 if_version is not None
@@ -183,10 +187,17 @@ class S3Store:
             raise UsageError(f"{self.url} has no conditional delete")
         full = [self.full_key(key) for key in keys]
         if len(full) == 1:
-            self._call(lambda client: client.delete_object(Bucket=self._bucket, Key=full[0]), keys[0], "delete")
+            self._delete_one(keys[0], full[0])
             return
         for start in range(0, len(full), _DELETE_BATCH):
             self._delete_batch(full[start : start + _DELETE_BATCH])
+
+    def _delete_one(self, key: str, full: str) -> None:
+        try:
+            self._ask("DELETE", full, shown=key, doing="delete")
+        except KvctlError as problem:
+            if problem.details.get("code") != "NoSuchKey":
+                raise
 
     def _delete_batch(self, full: Sequence[str]) -> None:
         answer = self._call(
@@ -249,9 +260,14 @@ class S3Store:
 
     def _has_conditional_put(self) -> bool:
         if self._conditional_put is None:
+            place = (self.access.endpoints, self._bucket)
             with self._lock:
+                if self._conditional_put is None and _SEEN.get(place, 0.0) > time.monotonic() - _SEEN_FOR:
+                    self._conditional_put = True
                 if self._conditional_put is None:
                     self._conditional_put = self._try_conditional_put()
+                    if self._conditional_put:
+                        _SEEN[place] = time.monotonic()
         return self._conditional_put is not False
 
     def _try_conditional_put(self) -> bool | None:
@@ -286,21 +302,34 @@ class S3Store:
             return
 
     def _ask(
-        self, method: str, full: str | None, extra: str = "", *, query: str = "", shown: str = "", doing: Doing = "read"
+        self,
+        method: str,
+        full: str | None,
+        extra: str = "",
+        *,
+        query: str = "",
+        shown: str = "",
+        doing: Doing = "read",
+        data: bytes | None = None,
+        once: bool = False,
     ) -> tuple[Head, bytes]:
-        """A request that changes nothing, to the endpoint that answers."""
-        return self._each_endpoint(
-            lambda endpoint: self._reader(endpoint).request(method, full, extra, query=query, shown=shown, doing=doing)
-        )
+        """A request to the endpoint that answers. See `Client.request`."""
+
+        def attempt(endpoint: str) -> tuple[Head, bytes]:
+            return self._reader(endpoint).request(
+                method, full, extra, query=query, shown=shown, doing=doing, data=data, once=once
+            )
+
+        return self._each_endpoint(attempt, once=once)
 
     def _reader(self, endpoint: str) -> Client:
-        with self._lock:
+        with self._readers_lock:
             found = self._readers.get(endpoint)
             if found is None:
                 found = self._readers[endpoint] = Client(Route(self.access, endpoint), self.url)
             return found
 
-    def _call(self, function: Callable[[S3Client], T], key: str, doing: Doing = "read", *, once: bool = False) -> T:
+    def _call(self, function: Callable[[S3Client], T], key: str, doing: Doing = "read") -> T:
         """`function` with a boto3 client of the endpoint that answers."""
         import botocore.exceptions as boto_errors
 
@@ -313,7 +342,7 @@ class S3Store:
                 # botocore's chain may quote a signed URL
                 raise from_boto(problem, self.url, key, doing, endpoint) from None
 
-        return self._each_endpoint(attempt, once=once)
+        return self._each_endpoint(attempt)
 
     def _each_endpoint(self, attempt: Callable[[str], T], *, once: bool = False) -> T:
         """`attempt` with the endpoint that answered last, then with the others while none connects. `once`: not again
