@@ -166,13 +166,13 @@ class Guest:
 
     def link(self, *, up: bool, rail: int = 0) -> None:
         """Takes the network device down, or up again: what the guest itself sees as a lost link."""
-        self.run(f"ip link set vec{rail} {'up' if up else 'down'}", urgent=True).check()
+        self.run(f"ip link set lan{rail} {'up' if up else 'down'}", urgent=True).check()
 
     def lose(self, percent: float, rail: int = 0) -> None:
         """Drops this share of the packets that the guest sends; 0 ends it, 100 is a pulled cable."""
-        quiet = f"tc qdisc del dev vec{rail} root 2>/dev/null;"
+        quiet = f"tc qdisc del dev lan{rail} root 2>/dev/null;"
         # the queue holds what Soft-RoCE posts at once: netem's own limit of 1,000 would drop more than was asked for
-        more = f" tc qdisc add dev vec{rail} root netem loss {percent:g}% limit 20000" if percent else " true"
+        more = f" tc qdisc add dev lan{rail} root netem loss {percent:g}% limit 20000" if percent else " true"
         self.run(quiet + more, urgent=True).check()
 
     def counters(self, rail: int = 0) -> dict[str, int]:

@@ -41,12 +41,20 @@ ip link set lo up
 echo 20000 >/proc/sys/net/core/netdev_max_backlog
 rail=0
 for address in $lab_addresses; do
-  nic=vec$rail
+  nic=lan$rail
   if [ "$lab_alone" = yes ]; then
-    nic=dummy$rail
-    ip link add "$nic" type dummy
+    ip link add "$nic" mtu "$lab_mtu" type dummy
+  else
+    # the cable's own device closes its descriptor for good when it goes down: links go down on one above it
+    ip link set "vec$rail" mtu "$lab_mtu" || die "no network device vec$rail"
+    if ip link add "$nic" link "vec$rail" mtu "$lab_mtu" type macvlan mode passthru 2>/dev/null; then
+      ip link set "vec$rail" up
+    else
+      echo "lab: this kernel has no macvlan: a link that goes down stays down" >/dev/console
+      ip link set "vec$rail" name "$nic"
+    fi
   fi
-  ip link set "$nic" mtu "$lab_mtu" up || die "no network device $nic"
+  ip link set "$nic" up || die "no network device $nic"
   ip addr add "$address" dev "$nic"
   rdma link add "rxe$rail" type rxe netdev "$nic" || die "no Soft-RoCE device on $nic"
   rail=$((rail + 1))

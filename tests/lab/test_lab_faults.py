@@ -1,0 +1,133 @@
+"""What breaks while weights come by RDMA: a node, a link, packets, a client's host, the storage host. Both ends go on, or
+end clearly and in time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvctl.testing.models import LlamaShape, write_llama
+from scripts.rdma_lab.guests import Done, Guests, Job
+from scripts.rdma_lab.places import Lab
+from tests.lab.fixtures import ROOT
+from tests.lab.fleet import STALL, STORAGE, Fleet
+
+SHAPE = LlamaShape(layers=1, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
+# Slow enough that there is a middle, on any machine.
+LOAD = "load-weights lab:m --verify full --max-rate 10MB"
+TRANSIENT = 6
+# From the fault to the end of a command that cannot go on: its own deadline, then what a busy machine adds.
+LIMIT = 4 * STALL
+
+
+@pytest.fixture(scope="module")
+def fleet(lab: Lab, inside: dict[str, str]) -> Iterator[Fleet]:
+    """Two clients; a repo with two copies of each chunk, the model `m` in it."""
+    with Guests(lab, (STORAGE, "client", "other"), folder=str(ROOT), environment=inside) as guests:
+        write_llama(str(guests.shared / "model"), SHAPE, shards=2, seed=9)
+        fleet = Fleet(guests, "--rdma", "require")
+        fleet.kvctl("repo init -r lab --replicas 2").wait(60).check()
+        fleet.kvctl("push-weights /lab/model m -r lab").wait(60).check()
+        yield fleet
+
+
+@pytest.fixture
+def loading(fleet: Fleet) -> Callable[..., Job]:
+    """`loading(into, guest=)`: a load that is under way, its first megabytes placed."""
+
+    def start(into: str, *, guest: str = "client") -> Job:
+        before = _placed(fleet)
+        job = fleet.kvctl(f"-o json {LOAD} --into {into}", guest=guest)
+        deadline = time.monotonic() + 60
+        while _placed(fleet) < before + (4 << 20):
+            assert job.code() is None, job.wait(1)
+            assert time.monotonic() < deadline
+        return job
+
+    return start
+
+
+def _placed(fleet: Fleet) -> int:
+    return fleet.metrics()["kvctl_node_rdma_sent_bytes_total"]
+
+
+def _arrived(fleet: Fleet, done: Done, folder: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(done.check())
+    assert [item["name"] for item in report["transport"]] == ["native-rdma"]
+    assert report["verified"]["state"] == "full"
+    fleet.same("/lab/model", folder)
+    return report
+
+
+def _failed_clearly(done: Done) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(done.err.strip().splitlines()[-1])["error"]
+    print(error)
+    assert (done.code, error["exit_code"]) == (TRANSIENT, TRANSIENT)
+    assert "10.9.2.1" in f"{error['what']} {error['cause']}", "which node"
+    assert "Traceback" not in done.err
+    return error
+
+
+def test_two_percent_loss_in_both_directions(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    job = loading("dir:/tmp/lossy")
+    for name in (STORAGE, "client"):
+        fleet.guests[name].lose(2)
+    done = job.wait(LIMIT)
+    for name in (STORAGE, "client"):
+        fleet.guests[name].lose(0)
+    report = _arrived(fleet, done, "/tmp/lossy")
+    print("loss", report["seconds"], report["retries"])
+
+
+def test_a_link_that_is_down_for_a_second(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    job = loading("dir:/tmp/blink")
+    fleet.guests["client"].link(up=False)
+    time.sleep(1)  # the fault itself
+    fleet.guests["client"].link(up=True)
+    report = _arrived(fleet, job.wait(LIMIT), "/tmp/blink")
+    print("blink", report["seconds"], report["retries"])
+
+
+def test_a_node_killed_has_a_replica(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    job = loading("dir:/tmp/killed")
+    fleet.jobs[1].kill()
+    report = _arrived(fleet, job.wait(LIMIT), "/tmp/killed")
+    print("node killed", report["seconds"], report["retries"])
+    fleet.jobs[1] = fleet.serve(1)
+    fleet.jobs[1].wait_for('"port"', 60)
+
+
+def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    job = loading("none")
+    fleet.guests["client"].link(up=False)
+    began = time.monotonic()
+    done = job.wait(LIMIT)
+    print("link down", round(time.monotonic() - began, 1))
+    fleet.guests["client"].link(up=True)
+    _failed_clearly(done)
+    fleet.kvctl(f"{LOAD} --into none").wait(LIMIT).check()
+
+
+def test_a_client_host_killed_leaves_nothing_behind(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    loading("none")
+    fleet.guests["client"].kill()
+    deadline = time.monotonic() + LIMIT
+    while (found := fleet.metrics())["kvctl_node_rdma_connections"]:
+        assert time.monotonic() < deadline, found
+    fleet.kvctl(f"{LOAD} --into none", guest="other").wait(LIMIT).check()
+
+
+def test_the_storage_host_killed_ends_the_load(fleet: Fleet, loading: Callable[..., Job]) -> None:
+    job = loading("dir:/tmp/dead", guest="other")
+    fleet.guests[STORAGE].kill()
+    began = time.monotonic()
+    done = job.wait(LIMIT)
+    print("storage killed", round(time.monotonic() - began, 1))
+    _failed_clearly(done)
+    # what is not whole is not there
+    fleet.guests["other"].run("! test -e /tmp/dead").check()
