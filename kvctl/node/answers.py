@@ -25,10 +25,10 @@ def part(request: Request, key: str, found: Stat) -> tuple[int, int, int, dict[s
     """(status, offset, length, headers) of the answer to a GET. Raises HttpError 400, 412 or 416."""
     check_version(request, key, found)
     span = parse_range(request.get("range"), found.size)
-    headers = headers_of(found)
     if span is None:
-        return 200, 0, found.size, headers
+        return 200, 0, found.size, headers_of(found)
     offset, length = span
+    headers = headers_of(found, ranges=False, times=False)
     headers["content-range"] = f"bytes {offset}-{offset + length - 1}/{found.size}"
     return 206, offset, length, headers
 
@@ -39,8 +39,11 @@ def check_version(request: Request, key: str, found: Stat) -> None:
         raise HttpError(412, "conflict", f"{key} is at another version", headers={"etag": f'"{found.version}"'})
 
 
-def headers_of(found: Stat, *, ranges: bool = True) -> dict[str, str]:
-    headers = {"etag": f'"{found.version}"', "last-modified": http_date(found.modified_ns // 1_000_000_000)}
+def headers_of(found: Stat, *, ranges: bool = True, times: bool = True) -> dict[str, str]:
+    """What an answer says of an object. RFC 9110 wants no more than the ETag with a part of one."""
+    headers = {"etag": f'"{found.version}"'}
+    if times:
+        headers["last-modified"] = http_date(found.modified_ns // 1_000_000_000)
     if ranges:
         headers |= {"accept-ranges": "bytes", "content-type": "application/octet-stream"}
     return headers

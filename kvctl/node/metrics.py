@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from typing import Final
@@ -38,12 +39,7 @@ class Metrics:
         known = method if method in _METHODS else "other"
         self.requests[known, status] += 1
         buckets = self._buckets.setdefault(known, [0] * (len(_BOUNDS) + 1))
-        for index, bound in enumerate(_BOUNDS):
-            if seconds <= bound:
-                buckets[index] += 1
-                break
-        else:
-            buckets[-1] += 1
+        buckets[bisect_left(_BOUNDS, seconds)] += 1
         # Counter holds any number; its type says int only
         self._seconds[known] += int(seconds * 1e9)
 

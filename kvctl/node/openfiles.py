@@ -20,9 +20,11 @@ _MOST: Final = 256
 
 
 class OpenFile:
-    """`lines`: what an answer says of the object, as header lines. `release` once for each `OpenFiles.take`."""
+    """`lines`, `etag`: what an answer says of the whole object, and of a part, as header lines. `warm`: where windows
+    start that were found in the page cache while this entry lived. `release` once for each `OpenFiles.take`.
+    """
 
-    __slots__ = ("_gone", "_users", "fd", "identity", "lines", "stat", "until")
+    __slots__ = ("_gone", "_users", "etag", "fd", "identity", "lines", "stat", "until", "warm")
 
     def __init__(self, fd: int, stat: Stat, identity: tuple[int, ...], until: float) -> None:
         self.fd = fd
@@ -30,6 +32,8 @@ class OpenFile:
         self.identity = identity
         self.until = until
         self.lines = header_lines(headers_of(stat))
+        self.etag = header_lines(headers_of(stat, ranges=False, times=False))
+        self.warm: set[int] = set()
         self._users = 0
         self._gone = False
 

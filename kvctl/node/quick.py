@@ -107,27 +107,32 @@ class QuickReads:
         stat = file.stat
         if ask.version is not None and ask.version != stat.version:
             return None
-        begin = f"HTTP/1.1 200 OK\r\ndate: {http_date()}\r\nserver: kvctl\r\n{file.lines}"
-        offset, length, status = 0, stat.size, 200
-        if ask.first is not None and ask.last is not None:
+        if ask.first is None or ask.last is None:
+            offset, length, status = 0, stat.size, 200
+            head = f"HTTP/1.1 200 OK\r\ndate: {http_date()}\r\n{file.lines}content-length: {length}\r\n\r\n"
+        else:
             last = min(ask.last, stat.size - 1)
             offset, length, status = ask.first, last - ask.first + 1, 206
             if length <= 0:
                 return None
-            begin = (
-                f"HTTP/1.1 206 Partial Content\r\ndate: {http_date()}\r\nserver: kvctl\r\n{file.lines}"
-                f"content-range: bytes {offset}-{last}/{stat.size}\r\n"
+            head = (  # our client knows this form (`kvctl_native.transport`)
+                f"HTTP/1.1 206 Partial Content\r\ndate: {http_date()}\r\n{file.etag}"
+                f"content-range: bytes {offset}-{last}/{stat.size}\r\ncontent-length: {length}\r\n\r\n"
             )
-        head = f"{begin}content-length: {length}\r\n\r\n".encode("latin-1")
-        sending = Sending(file, status, head, offset, length, ask.asked.target)
+        sending = Sending(file, status, head.encode("latin-1"), offset, length, ask.asked.target)
         return sending if self.look_ahead(sending) else None
 
     def look_ahead(self, sending: Sending) -> bool:
         """Whether the next bytes can be sent without waiting for a disk; `warm_until` says how many."""
-        window = min(sending.left, WINDOW)
-        if not is_warm(sending.file.fd, sending.offset, window, in_memory=self.in_memory):
-            return False
-        sending.warm_until = sending.offset + window
+        file, offset = sending.file, sending.offset
+        window = offset // WINDOW * WINDOW
+        end = min(offset + sending.left, window + WINDOW)
+        if window not in file.warm:
+            if is_warm(file.fd, window, min(WINDOW, file.stat.size - window), in_memory=self.in_memory):
+                file.warm.add(window)
+            elif not is_warm(file.fd, offset, end - offset, in_memory=self.in_memory):
+                return False
+        sending.warm_until = end
         return True
 
     def end(self, sending: Sending, peer: str) -> None:

@@ -62,8 +62,10 @@ def run_node(
     ready: Callable[[Ready], None],
     note: Callable[[str], None],
     trace: Callable[[str], None] | None = None,
+    tree: Tree | None = None,
 ) -> Ended:
     """Serve until SIGTERM or SIGINT; then drain. `note` is told what an operator must know, `trace` each request.
+    `tree`: other objects than the files of the settings' folder; it stays the caller's.
     Raises UsageError, ConfigError or EnvError when it cannot start, InterruptedRunError at a second signal.
     """
     if not settings.keys and not settings.open_to:
@@ -74,17 +76,18 @@ def run_node(
         )
     tls = _tls_context(settings)
     _raise_fd_limit(settings.limits.connections)
-    tree = Tree(settings.root)
+    served = tree or Tree(settings.root)
     try:
         engine, reasons = _rdma(settings)
         try:
-            node = _Node(settings, tree, engine, reasons, tls, note, trace)
+            node = _Node(settings, served, engine, reasons, tls, note, trace)
             return asyncio.run(node.run(ready))
         finally:
             if engine is not None:
                 engine.close()
     finally:
-        tree.close()
+        if tree is None:
+            served.close()
 
 
 def _rdma(settings: NodeSettings) -> tuple[RdmaEngine | None, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import itertools
 import os
 import re
 import secrets
@@ -31,7 +32,7 @@ TOKEN_HEADER: Final = "x-kvctl-token"  # noqa: S105 - a header's name
 RDMA_HEADERS: Final = ("x-scal-rdma", "x-rdma-info")
 LIFE: Final = 60  # seconds: how long our client's tokens are good for
 MAX_LIFE: Final = 600  # what a node accepts at most, so that its nonce cache has an end
-_LENGTHS: Final = tuple(length.to_bytes(4, "little") for length in range(256))
+_LENGTHS: Final = tuple(length.to_bytes(4, "little").decode("latin-1") for length in range(256))
 
 _MASTER: Final = re.compile(r"^kvctl-node-master\.v1\.([0-9a-f]{64})$")
 _SCOPED: Final = re.compile(r"^kvctl-node-key\.v1\.([0-9a-f]{8})\.(ro|rw)\.([A-Za-z0-9_-]*)\.([0-9a-f]{64})$")
@@ -67,6 +68,20 @@ class Token(NamedTuple):
     mac: str
 
 
+class _Nonces:
+    """Hex digits that no other token has: random ones of this process, and a number."""
+
+    prefix = os.urandom(12).hex()
+    numbers = itertools.count()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.prefix = os.urandom(12).hex()
+
+
+os.register_at_fork(after_in_child=_Nonces.renew)
+
+
 @dataclass(frozen=True, slots=True)
 class ScopedKey:
     """What a client holds. `prefix` is empty (everything) or a folder of keys, without slashes at its ends."""
@@ -87,7 +102,7 @@ class ScopedKey:
         """A token for one request, good for `life` seconds."""
         moment = time.time() if now is None else now
         expiry = int(moment) + life
-        nonce = f"{int(moment * 1000):x}-{os.urandom(12).hex()}"
+        nonce = f"{int(moment * 1000):x}-{_Nonces.prefix}{next(_Nonces.numbers):08x}"
         scope = f"{self.rights}:{_encode(self.prefix)}"
         mac = token_mac(self.secret, asked, expiry, nonce)
         return f"v1.{self.key_id}.{expiry}.{nonce}.{scope}.{mac}"
@@ -123,7 +138,7 @@ class MasterKey:
 def token_mac(secret: bytes, asked: Asked, expiry: int, nonce: str) -> str:
     begun, outer = _hmac_states(secret, asked.method, asked.target)
     inner = begun.copy()
-    inner.update(_frame(asked.range, asked.if_match, asked.if_none_match, asked.rdma, str(expiry), nonce))
+    inner.update(_frame_tail(asked, str(expiry), nonce))
     sealed = outer.copy()
     sealed.update(inner.digest())
     return sealed.hexdigest()
@@ -201,11 +216,26 @@ def read_key_file(path: str) -> list[MasterKey | ScopedKey]:
 
 def _frame(*parts: str) -> bytes:
     """Length-prefixed, so that no two different lists of parts are the same bytes."""
-    out: list[bytes] = []
+    out = b""
     for part in parts:
         data = part.encode("utf-8", "surrogateescape")
-        out += (_LENGTHS[len(data)] if len(data) < len(_LENGTHS) else len(data).to_bytes(4, "little")), data
-    return b"".join(out)
+        out += len(data).to_bytes(4, "little") + data
+    return out
+
+
+def _frame_tail(asked: Asked, expiry: str, nonce: str) -> bytes:
+    """`_frame` of what differs between requests for one object, in one go where it is short and ASCII, as it is."""
+    _, _, span, match, none, rdma = asked
+    if not (span.isascii() and match.isascii() and none.isascii() and rdma.isascii()):
+        return _frame(span, match, none, rdma, expiry, nonce)
+    size = _LENGTHS
+    try:
+        return (
+            f"{size[len(span)]}{span}{size[len(match)]}{match}{size[len(none)]}{none}{size[len(rdma)]}{rdma}"
+            f"{size[len(expiry)]}{expiry}{size[len(nonce)]}{nonce}"
+        ).encode("latin-1")
+    except IndexError:
+        return _frame(span, match, none, rdma, expiry, nonce)
 
 
 @lru_cache(maxsize=1024)

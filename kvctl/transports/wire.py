@@ -21,6 +21,9 @@ _HEAD_LIMIT: Final = 65536
 _MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 _BATCH: Final = 1 << 20  # bytes that make the kernel wake a reader
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
+# as numbers: the flags of `socket` are enums, which take longer to combine than a system call
+_LOOK: Final = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_NO_WAIT: Final = int(socket.MSG_DONTWAIT)
 _TLS_WRITE: Final = 1 << 20  # a TLS write counts against the timeout as a whole: keep it short
 # RFC 9112: a name has no space and a field no second line; what is lenient here can be smuggled past checks
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n\0]*)")
@@ -124,7 +127,7 @@ class Connection:
         if self._tls is not None:
             return self._tls.pending() > 0  # session tickets sit in the socket and are no staleness
         try:
-            self._raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._raw.recv(1, _LOOK)
         except BlockingIOError:
             return False
         except OSError:
@@ -170,13 +173,13 @@ class Connection:
 
     def take(self, limit: int) -> bytes:
         """What came so far; empty when the server ended it. Raises BlockingIOError where nothing came, or OSError."""
-        return self._raw.recv(limit, socket.MSG_DONTWAIT)
+        return self._raw.recv(limit, _NO_WAIT)
 
     def take_into(self, views: Sequence[memoryview]) -> int:
         """As `take`, into memory."""
         if len(views) == 1:
-            return self._raw.recv_into(views[0], len(views[0]), socket.MSG_DONTWAIT)
-        return self._raw.recvmsg_into(views[:_MOST_PARTS], 0, socket.MSG_DONTWAIT)[0]
+            return self._raw.recv_into(views[0], 0, _NO_WAIT)
+        return self._raw.recvmsg_into(views[:_MOST_PARTS], 0, _NO_WAIT)[0]
 
     def wake_at(self, nbytes: int) -> None:
         """Whoever waits for `fileno` is woken when this much came (or all that the kernel takes)."""
@@ -330,6 +333,11 @@ def converse(connection: Connection, head: bytes, body: memoryview | None) -> He
 
 def advance(left: list[memoryview], count: int) -> None:
     """Take `count` bytes that were moved off the front of `left`, none of which is empty."""
+    if len(left) == 1:
+        left[0] = left[0][count:]
+        if not left[0]:
+            left.clear()
+        return
     whole = 0
     while whole < len(left) and count >= len(left[whole]):
         count -= len(left[whole])

@@ -24,6 +24,7 @@ class Route:
         self._access = access
         self._place = place
         self._tls = access.tls_context if place.tls else None
+        self._start = lru_cache(maxsize=1024)(self._start_of)
 
     def connect(self, receive_buffer: int = 0) -> Connection:
         """Raises OSError."""
@@ -35,6 +36,21 @@ class Route:
             timeout=self._access.timeout,
             receive_buffer=receive_buffer,
         )
+
+    def read_head(self, key: str, first: int, last: int, version: str | None) -> bytes:
+        """`head` of a GET of a range, for the many that there are: the node's quick way expects just this form."""
+        target, start = self._start(key)
+        span = f"bytes={first}-{last}"
+        match = f'"{version}"' if version is not None else ""
+        token = ""
+        if self._access.key is not None:
+            token = f"{TOKEN_HEADER}: {self._access.key.token(Asked('GET', target, span, match))}\r\n"
+        condition = f"if-match: {match}\r\n" if match else ""
+        return f"{start}{token}range: {span}\r\n{condition}\r\n".encode("latin-1")
+
+    def _start_of(self, key: str) -> tuple[str, str]:
+        target = f"/v1/{encode_key(key)}"
+        return target, f"GET {target} HTTP/1.1\r\nhost: {self._place.host_header}\r\nuser-agent: kvctl\r\n"
 
     def head(
         self,

@@ -20,7 +20,7 @@ TRANSPORT = TransportSpec(
     "native-tcp",
     "lean ranged requests, bodies received straight into memory",
     "kvctl_native.transport:open_transport",
-    schemes=("node",),
+    schemes=("node", "peer"),
     options=(
         Option("threads", "connections per endpoint", "4"),
         Option("receive_buffer", "bytes of socket buffer, 0: the kernel tunes it", "0"),

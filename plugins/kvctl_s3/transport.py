@@ -76,6 +76,9 @@ class S3Dialect:
         extra = f"content-length: {op.length}\r\ncontent-type: application/octet-stream\r\n"
         return self._head("PUT", op, extra, payload)
 
+    def fits(self, op: Op, head: bytes) -> bool:
+        return False
+
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, f"{self.url}: {op.key}", whole=True, versions=False, hint=_NOT_S3)
 

@@ -43,6 +43,12 @@ class Dialect(Protocol):
         """The head of the PUT. Raises KvctlError."""
         ...
 
+    def fits(self, op: Op, head: bytes) -> bool:
+        """Whether `head` (without its empty line) is, in the one form that most answers have, what `check` would find
+        in order, and the connection can be used again: that saves parsing it. False where it may be anything else.
+        """
+        ...
+
     def check(self, op: Op, head: Head) -> None:
         """That the body to come is what `op` asked for. Raises KvctlError or ProtocolError."""
         ...

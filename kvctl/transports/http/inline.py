@@ -26,15 +26,31 @@ _LOOK_AGAIN: Final = 0.5  # seconds after which all connections are looked at, w
 
 
 class Reading:
-    """One read on its way. `head` is None until it came; then `left` is where the body goes."""
+    """One read on its way. `data`: of the answer's head, until all of it came; then `left` is where the body goes, and
+    `keep` whether the connection can be used again.
+    """
 
-    __slots__ = ("cancelled", "connection", "data", "deadline", "head", "left", "missing", "op", "started")
+    __slots__ = (
+        "begun",
+        "cancelled",
+        "connection",
+        "data",
+        "deadline",
+        "keep",
+        "left",
+        "missing",
+        "number",
+        "op",
+        "started",
+    )
 
     def __init__(self, op: Op, connection: Connection) -> None:
         self.op = op
         self.connection = connection
+        self.number = connection.fileno()
         self.data = b""
-        self.head: Head | None = None
+        self.begun = False
+        self.keep = False
         self.left: list[memoryview] = []
         self.missing = op.length
         self.cancelled = False
@@ -68,7 +84,7 @@ class InlineReads:
         """The request for `op` has been sent on `connection`, which is ours from now on."""
         reading = Reading(op, connection)
         reading.deadline += self._dialect.timeout
-        number = connection.fileno()
+        number = reading.number
         with self._lock:
             if self._closed:
                 connection.close()
@@ -112,7 +128,7 @@ class InlineReads:
         self._take(reading)
         if (reading.missing, len(reading.data)) != before:
             reading.deadline = now + self._dialect.timeout
-        elif now > reading.deadline and reading.connection.fileno() in self._readings:
+        elif now > reading.deadline and self._readings.get(reading.number) is reading:
             self._fail(reading, self._dialect.broken(reading.op, TimeoutError()))
 
     def _take(self, reading: Reading) -> None:
@@ -121,21 +137,22 @@ class InlineReads:
             self._end(reading, Status.CANCELLED)
             return
         try:
-            if reading.head is None and not self._take_head(reading):
+            if not reading.begun and not self._take_head(reading):
                 return
-            while reading.left:
-                count = reading.connection.take_into(reading.left)
+            left, connection = reading.left, reading.connection
+            while left:
+                count = connection.take_into(left)
                 if count == 0:
                     self._fail(reading, cut_off(self._dialect, reading.op, reading.op.length - reading.missing))
                     return
-                advance(reading.left, count)
+                advance(left, count)
                 reading.missing -= count
-                if reading.left and reading.missing + count > _AT_ONCE:
-                    reading.connection.wake_at(reading.missing)
+                if left and reading.op.length > _AT_ONCE:
+                    connection.wake_at(reading.missing)
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as problem:
-            if isinstance(problem, ConnectionError) and reading.head is None and not reading.data:
+            if isinstance(problem, ConnectionError) and not reading.begun and not reading.data:
                 self._pass_on(reading)
             else:
                 self._fail(reading, as_error(self._dialect, reading.op, problem))
@@ -154,33 +171,33 @@ class InlineReads:
                 self._pass_on(reading)
                 return False
             reading.data += more
-        head = parse_head(reading.data[:end], reading.data[end + 4 :])
-        if not 200 <= head.status < 300:
-            self._pass_on(reading, head)
-            return False
-        op = reading.op
-        self._dialect.check(op, head)
-        rest = memoryview(head.rest)
-        reading.head = head
-        reading.left = [view for view in op.views if view]
-        reading.missing -= len(rest)
+        op, data = reading.op, reading.data
+        if self._dialect.fits(op, data[:end]):
+            reading.keep = True
+        else:
+            head = parse_head(data[:end], data[end + 4 :])
+            if not 200 <= head.status < 300:
+                self._pass_on(reading, head)
+                return False
+            self._dialect.check(op, head)
+            reading.keep = head.keep_alive
+        reading.begun = True
+        reading.left = left = [view for view in op.views if view]
+        rest = memoryview(data)[end + 4 :]
+        reading.missing = missing = op.length - len(rest)
         while rest:
-            count = min(len(rest), len(reading.left[0]))
-            reading.left[0][:count] = rest[:count]
+            count = min(len(rest), len(left[0]))
+            left[0][:count] = rest[:count]
             rest = rest[count:]
-            advance(reading.left, count)
-        if reading.missing > _AT_ONCE:  # half of it is copied while the other half comes
-            reading.connection.wake_at(reading.missing // 2)
-        elif reading.missing:
-            reading.connection.wake_at(reading.missing)
+            advance(left, count)
+        if missing > _AT_ONCE:  # half of it is copied while the other half comes
+            reading.connection.wake_at(missing // 2)
         return True
 
     def _pass_on(self, reading: Reading, head: Head | None = None) -> None:
         self._forget(reading)
         if head is None:
             reading.connection.close()
-        else:
-            reading.connection.wake_at(1)
         self._hand_over(reading.op, None if head is None else reading.connection, head)
 
     def _fail(self, reading: Reading, error: KvctlError) -> None:
@@ -189,9 +206,10 @@ class InlineReads:
 
     def _end(self, reading: Reading, status: Status, error: KvctlError | None = None) -> None:
         self._forget(reading)
-        op, connection, head = reading.op, reading.connection, reading.head
-        if status is Status.DONE and head is not None and head.keep_alive and not connection.interrupted:
-            connection.wake_at(1)
+        op, connection = reading.op, reading.connection
+        if status is Status.DONE and reading.keep and not connection.interrupted:
+            if op.length > _AT_ONCE:
+                connection.wake_at(1)
             self._give_back(connection)
         else:
             connection.close()
@@ -204,9 +222,8 @@ class InlineReads:
         )
 
     def _forget(self, reading: Reading) -> None:
-        number = reading.connection.fileno()
-        self._poller.unregister(number)
-        del self._readings[number]
+        self._poller.unregister(reading.number)
+        del self._readings[reading.number]
         reading.left = []
 
     def cancel(self, ids: set[int]) -> None:
