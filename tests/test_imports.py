@@ -27,7 +27,7 @@ ALLOWED = {
     "weights": REPO,
     "kv": REPO,
     "checkpoint": TOP,
-    "agent": TOP,
+    "agent": {"node"} | TOP,
     "node": TOP,
     "bench": TOP,
     "doctor": TOP,
@@ -37,11 +37,11 @@ ALLOWED = {
 }
 # The demo starts the servers that the tests use; the maker of test models knows the dtypes of the format.
 EXCEPTIONS = {("kvctl/cli/demo.py", "testing"), ("kvctl/testing/models.py", "weights")}
-TORCH = {"kvctl/memory/cuda.py", "kvctl/weights/api.py"}
+TORCH = {"kvctl/agent/attach.py", "kvctl/memory/cuda.py", "kvctl/weights/api.py"}
 # Plug-ins of engines drive the use cases, and have the engine's tensors in hand.
 ENGINES = {"kvctl_transformers"}
-# native-rdma is native-tcp's requests with another way for the bytes: it builds on that plug-in.
-BUILDS_ON = {"kvctl_verbs": {"kvctl_native"}}
+# RDMA is the requests of native-tcp and s3 with another way for the bytes: it builds on those plug-ins.
+BUILDS_ON = {"kvctl_verbs": {"kvctl_native", "kvctl_s3"}}
 
 
 def modules(folder: str) -> list[Path]:

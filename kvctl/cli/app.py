@@ -17,7 +17,7 @@ from kvctl.cli.output import Format, Output, stdin_is_terminal
 from kvctl.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from kvctl.core.addresses import StoreConfig, Weights
+    from kvctl.core.addresses import Peer, Slot, StoreConfig, Weights
     from kvctl.core.config import Config, Setting
     from kvctl.core.context import Context
 
@@ -111,7 +111,7 @@ class App:
         return tuple(configs)
 
     def _takes_s3(self, text: str) -> bool:
-        remote = "://" in text and not text.startswith(("file://", "mem://", "peer://"))
+        remote = "://" in text and not text.startswith(("file://", "mem://", "peer://", "slot://"))
         self.s3_used = self.s3_used or remote
         return remote
 
@@ -202,20 +202,27 @@ def url_text(config: StoreConfig) -> str:
 
 def source_address(app: App, text: str, s3: S3Flags) -> str:
     """A path or URL as one text that needs no flags. Raises UsageError for what is neither."""
-    from kvctl.core.addresses import PathOrUrl
+    from kvctl.core.addresses import PathOrUrl, RepoModel
 
     found = app.weights(text, s3)
-    if not isinstance(found, PathOrUrl):
+    if isinstance(found, RepoModel):
         raise UsageError(
             f"{text!r} is no path and no URL",
             hint=f"for a folder write ./{text}; to copy between repos use `kvctl models cp`",
         )
-    return url_text(found.store)
+    return url_text(found.store) if isinstance(found, PathOrUrl) else memory_url(found)
+
+
+def memory_url(found: Slot | Peer) -> str:
+    """The store URL of an agent's slot: here, or on another host."""
+    from kvctl.core.addresses import Slot
+
+    return f"slot://{found.name}" if isinstance(found, Slot) else f"peer://{found.host}/{found.slot}"
 
 
 def model_address(app: App, text: str, s3: S3Flags) -> tuple[str, tuple[StoreConfig, ...] | None, str | None]:
     """(address, member stores, version): a URL and None for plain weights, a model's name and its repo's members
-    otherwise. Raises UsageError for what this version cannot read from.
+    otherwise; an agent's slot has a URL too. Raises UsageError.
     """
     from kvctl.core.addresses import PathOrUrl, RepoModel
 
@@ -225,10 +232,7 @@ def model_address(app: App, text: str, s3: S3Flags) -> tuple[str, tuple[StoreCon
     if isinstance(found, RepoModel):
         stores = app.config.repo(found.repo).stores if found.repo else app.repo(s3)
         return found.name, stores, found.version
-    raise UsageError(
-        f"{text!r} is an address of an agent's memory, which this version cannot load from",
-        hint="load from a path, a URL or a repo",
-    )
+    return memory_url(found), None, None
 
 
 def current() -> App:

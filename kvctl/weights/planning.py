@@ -188,8 +188,8 @@ def read_rules(path: str | None) -> Rules:
 
 
 def keeps_files(request: LoadRequest) -> bool:
-    """Whether the target is a folder of files, which small files of the model belong into."""
-    return request.into.partition(":")[0] in {"dir", "shm"}
+    """Whether the target holds files (a folder, a slot), which small files of the model belong into."""
+    return request.into.partition(":")[0] in {"dir", "shm", "slot"}
 
 
 def fingerprint_of(parts: object) -> str:

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Final, Protocol
 
 import xxhash
@@ -21,6 +22,7 @@ import xxhash
 from kvctl.core.errors import ConflictError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import PAGE, Buffer, HostBuffer
 from kvctl.memory.files import FileBuffer, cannot_write
+from kvctl.transports.registry import load_object
 from kvctl.weights.runs import OutputFile
 
 PARTIAL_SUFFIX: Final = ".kvctl-partial"
@@ -318,7 +320,10 @@ def opened(target: Target) -> Iterator[Target]:
 
 
 def make_target(into: str) -> Target:
-    """The target behind `none`, `dir:PATH` or `shm:NAME`. Raises UsageError for what does not exist."""
+    """The target behind `none`, `dir:PATH` or `shm:NAME`, or of a kind that an entry point of the group
+    `kvctl.targets` adds (its name is the kind, it is called with what follows the colon). Raises UsageError for what
+    does not exist.
+    """
     kind, _, rest = into.partition(":")
     if into == "none":
         return NoneTarget()
@@ -328,4 +333,9 @@ def make_target(into: str) -> Target:
         if "/" in rest or rest in {".", ".."}:
             raise UsageError(f"{rest!r} cannot name shared memory", hint="use a plain name without '/'")
         return DirTarget(os.path.join(SHM, rest), label=f"shm:{rest}")
-    raise UsageError(f"{into!r} is not a target of load-weights", hint="use none, dir:PATH or shm:NAME")
+    for point in entry_points(group="kvctl.targets", name=kind):
+        if rest:
+            factory = load_object(point.value)
+            target: Target = factory(rest)
+            return target
+    raise UsageError(f"{into!r} is not a target of load-weights", hint="use none, dir:PATH, shm:NAME or slot:NAME")

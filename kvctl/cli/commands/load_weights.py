@@ -18,12 +18,18 @@ Examples:
   kvctl load-weights s3://models/llama70b/ --endpoint-url https://s3.lab -n
   kvctl load-weights lab:llama70b --tp-size 8 --tp-rank 0 --into shm:llama
   kvctl load-weights lab:llama70b@3 --into dir:./copy --verify full
+  kvctl load-weights lab:llama70b --into slot:llama
 """
 
 
 @click.command("load-weights", cls=KvCommand, epilog=EXAMPLES)
 @argument("address", "./PATH, a URL, or REPO:NAME[@VERSION]; see `kvctl help addresses`.")
-@option("--into", default="none", metavar="TARGET", help="none (measure, keep nothing), dir:PATH or shm:NAME.")
+@option(
+    "--into",
+    default="none",
+    metavar="TARGET",
+    help="none (measure, keep nothing), dir:PATH, shm:NAME or slot:NAME (of this host's agent).",
+)
 @option("--device", default="cpu", help="Where tensors land: cpu or cuda:N.")
 @option(
     "--require-digests",
@@ -94,6 +100,15 @@ Examples:
     section="Transfer",
     help="Let the next transport take over when the chosen one fails at run time.",
 )
+@option(
+    "--evict", is_flag=True, default=False, section="Agent",
+    help="Free slots that nobody uses when the agent's memory is full, the longest unused first.",
+)  # fmt: skip
+@option(
+    "--peer", multiple=True, metavar="HOST:PORT", section="Agent",
+    help="An agent that loads the same into a slot of the same name now, this one included; repeat. Together they read"
+    " each byte of the source once.",
+)  # fmt: skip
 @s3_options
 def command(
     *,
@@ -112,6 +127,8 @@ def command(
     max_rate: int | None,
     hedge: bool,
     fallback: bool,
+    evict: bool,
+    peer: tuple[str, ...],
     # Any: the S3 options, as S3Flags takes them
     **s3: Any,
 ) -> None:
@@ -130,7 +147,9 @@ def command(
         raise UsageError(
             f"--tp-rank {tp_rank} does not exist with --tp-size {tp_size}", hint=f"ranks are 0 to {tp_size - 1}"
         )
-    parse_target(into)
+    kind = parse_target(into).kind
+    if (peer or evict) and kind != "slot":
+        raise UsageError("--peer and --evict are about an agent's slot", hint="add --into slot:NAME")
     options = dict(parse_option(item) for item in transport_opt)
     text, repo, version = model_address(app, address, S3Flags(**s3))
 
@@ -160,5 +179,11 @@ def command(
             plan = plan_load(request, ctx).to_json()
             app.output.result(plan, lambda: render(plan))
             return
-        report = run_load(request, ctx)
+        if kind == "slot":
+            from kvctl.agent.load import load_slot
+            from kvctl.agent.target import SlotOptions
+
+            report = load_slot(request, ctx, options=SlotOptions(evict=evict), peers=peer)
+        else:
+            report = run_load(request, ctx)
     show_report(app, report)

@@ -1,0 +1,42 @@
+"""Who reads what when many agents load the same at once. Pure: names and numbers in, decisions out.
+
+Every run of the load has an order of the agents, by rendezvous hashing over run and agent: the first of them that is
+alive reads it from the source, the others take it from whoever has it. All agents come to the same order without a
+word to each other, so each byte is read from the source once; when one dies, its runs move to others, evenly, and
+nothing else does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+
+def order(run: int, agents: Sequence[str]) -> list[str]:
+    """The agents in the order in which they answer for a run."""
+    return sorted(agents, key=lambda agent: (_score(run, agent), agent))
+
+
+def _score(run: int, agent: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{run} {agent}".encode(), digest_size=8).digest(), "big")
+
+
+class Assignment:
+    """The orders of all runs, as one agent (`me`) sees them. `agents` includes `me`."""
+
+    def __init__(self, runs: int, agents: Sequence[str], me: str) -> None:
+        self.me = me
+        self._orders = [order(run, agents) for run in range(runs)]
+
+    def owner(self, run: int, dead: Collection[str]) -> str:
+        """Who reads the run from the source, given who is dead. `me` is always alive."""
+        return next(agent for agent in self._orders[run] if agent == self.me or agent not in dead)
+
+    def mine(self, run: int, dead: Collection[str]) -> bool:
+        return self.owner(run, dead) == self.me
+
+    def first_choice(self, peer: str, runs: Sequence[int]) -> list[int]:
+        """The order in which `me` asks `peer` for the runs that it has: those for which it is the nearest to answer
+        first, so that peers are asked for different things.
+        """
+        return sorted(runs, key=lambda run: (self._orders[run].index(peer), _score(run, f"{self.me}<{peer}")))

@@ -1,0 +1,101 @@
+"""Loading into a slot, and swapping what it serves. The use cases behind `load-weights --into slot:NAME` and `swap`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvctl.agent.client import AgentClient
+from kvctl.agent.target import SlotOptions, SlotTarget
+from kvctl.core.context import Context
+from kvctl.core.errors import KvctlError, NothingServesError, SwapFailedError
+from kvctl.transfer.report import Report
+from kvctl.weights.load import load_into
+from kvctl.weights.request import LoadRequest
+
+# usage, not found, incompatible, capacity, environment, interrupted: the error says it better than "the swap failed"
+_REFUSALS: Final = {2, 4, 8, 9, 10, 130}
+
+
+def load_slot(
+    request: LoadRequest,
+    ctx: Context,
+    *,
+    options: SlotOptions | None = None,
+    peers: Sequence[str] = (),
+    socket: str | None = None,
+) -> Report:
+    """Load into the slot that `request.into` names; what it holds already is not loaded again. `peers`: agents that
+    load the same now (`HOST:PORT`); each byte is then read from the source by one of them.
+    """
+    slot = request.into.removeprefix("slot:")
+    target = SlotTarget(slot, replace(options or SlotOptions(), source=_source(request)), socket=socket)
+    if peers:
+        from kvctl.agent.fanning import load_with_peers
+
+        report = load_with_peers(request, target, peers, ctx)
+    else:
+        report, _ = load_into(request, target, ctx)
+    if target.document is not None:
+        report.extra["slot"] = dict(target.document)
+    return report
+
+
+def swap_slot(
+    slot: str,
+    request: LoadRequest,
+    ctx: Context,
+    *,
+    options: SlotOptions | None = None,
+    peers: Sequence[str] = (),
+    socket: str | None = None,
+) -> Report:
+    """Load the next generation beside the one that serves, verify it, and let it serve. Who is attached keeps the old
+    one until he attaches again; it is freed with its last lease, or kept (`keep_previous`).
+
+    Raises IncompatibleError before anything is reserved when names, dtypes or shapes differ; SwapFailedError when
+    the old one still serves, NothingServesError when it was freed first (`evict_first`).
+    """
+    chosen = replace(options or SlotOptions(), swap=True)
+    try:
+        report = load_slot(replace(request, into=f"slot:{slot}"), ctx, options=chosen, peers=peers, socket=socket)
+    except KvctlError as error:
+        serves = _serves(slot, socket)
+        # refused before anything changed, unless the old one had to go first
+        if error.exit_code in _REFUSALS and (serves or not chosen.evict_first):
+            raise
+        raise _failed(slot, error, serves=serves) from error
+    report.command = "swap"
+    return report
+
+
+def rollback_slot(slot: str, *, socket: str | None = None) -> dict[str, object]:
+    """The kept generation serves again; the one that served is kept in its place. Raises NotFoundError."""
+    with AgentClient(socket, label="swap --rollback") as client:
+        return client.call("rollback", slot=slot)
+
+
+def _serves(slot: str, socket: str | None) -> bool:
+    try:
+        with AgentClient(socket, label="swap") as client:
+            return client.current(slot) is not None
+    except KvctlError:
+        return False  # the agent is gone: what was attached is all there is
+
+
+def _failed(slot: str, error: KvctlError, *, serves: bool) -> KvctlError:
+    if serves:
+        return SwapFailedError(
+            f"the swap of slot {slot} failed, the old weights serve",
+            cause=str(error), hint=error.hint, details={"code": error.code},
+        )  # fmt: skip
+    return NothingServesError(
+        f"the swap of slot {slot} failed, and nothing serves",
+        cause=str(error), hint=f"load again: --into slot:{slot}", details={"code": error.code},
+    )  # fmt: skip
+
+
+def _source(request: LoadRequest) -> str:
+    version = f"@{request.version}" if request.version else ""
+    return f"{request.address}{version}"

@@ -1,0 +1,117 @@
+"""Memory that can be handed over: memfds. Filled by one loader through a writable mapping, then sealed; after that
+nobody, the owner included, can change a byte, and whoever has a descriptor can map it read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import time
+from typing import Final
+
+from kvctl.core.errors import CapacityError, EnvError
+from kvctl.memory.buffers import address_of
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SEAL_SECONDS: Final = 5.0
+
+
+def make_memfd(name: str, nbytes: int) -> int:
+    """A descriptor of fresh memory of this size. Pages are taken as they are written. Raises CapacityError."""
+    try:
+        fd = os.memfd_create(f"kvctl:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise CapacityError(f"no memory for {name}", cause=error.strerror, hint="raise `ulimit -n`") from error
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise CapacityError(f"no memory for {name}", cause=f"{nbytes} bytes: {error.strerror}") from error
+    return fd
+
+
+def seal(fd: int, name: str, *, seconds: float = _SEAL_SECONDS) -> None:
+    """Make the memory immutable. Waits `seconds` for writable mappings to go, which their owner has just given up.
+    Raises EnvError when one is left: then somebody could still change the bytes.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return
+        except OSError as error:
+            if error.errno == errno.EPERM and is_sealed(fd):
+                return
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise EnvError(
+                    f"{name} cannot be sealed", cause=f"{error.strerror}: somebody still maps it for writing"
+                ) from error
+        time.sleep(0.01)
+
+
+def is_sealed(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+class MemfdBuffer:
+    """A writable mapping of a memfd that is not sealed yet. Takes the descriptor over. See `memory.buffers.Buffer`."""
+
+    kind = "shared"
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes) if nbytes else None
+        self.view = memoryview(self._map) if self._map is not None else memoryview(bytearray())
+
+    @property
+    def address(self) -> int:
+        return address_of(self.view) if self.nbytes else 0
+
+    def unmap(self) -> None:
+        """End the mapping, as sealing needs it gone. Raises EnvError while somebody holds a view of it."""
+        try:
+            self._unmap()
+        except BufferError:
+            gc.collect()  # a finished transfer's views may hang in a cycle
+            try:
+                self._unmap()
+            except BufferError as error:
+                raise EnvError("memory of a slot is still in use by its loader", cause=str(error)) from error
+
+    def _unmap(self) -> None:
+        self.view.release()
+        if self._map is not None:
+            self._map.close()
+
+    def close(self) -> None:
+        """Give the mapping and the descriptor up; views that are still out keep the mapping alive."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        with contextlib.suppress(BufferError):
+            self._unmap()
+
+
+class LeasedMap(mmap.mmap):
+    """A read-only mapping that keeps its lease: as long as any tensor over it lives, the lease is held."""
+
+    lease: object = None
+
+
+def map_shared(fd: int, nbytes: int, lease: object, *, private: bool = False) -> LeasedMap:
+    """The memory of a sealed memfd, read-only; `private`: copy-on-write, so that the mapper may write for itself. Takes
+    the descriptor over. `nbytes` is positive.
+    """
+    try:
+        access = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
+        found = LeasedMap(fd, nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, prot=access)
+    finally:
+        os.close(fd)
+    found.lease = lease
+    return found

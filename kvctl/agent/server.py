@@ -1,0 +1,291 @@
+"""The agent's life: the unix socket, who may use it, one thread for each connection, and the peers' port.
+
+A connection is a holder: its leases, and what it was loading, end with it. The kernel closes it however its process
+dies, so nothing has to be renewed and nothing can be forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import signal
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+from kvctl.agent import wire
+from kvctl.agent.memory import make_memfd
+from kvctl.agent.requests import Session
+from kvctl.agent.settings import AgentSettings
+from kvctl.agent.slots import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile, Slots
+from kvctl.core.errors import AuthError, EnvError, KvctlError
+from kvctl.memory.budget import memory_available
+
+_CREDENTIALS: Final = struct.Struct("3i")
+_SEND_SECONDS: Final = 30.0  # a client that takes no answer for so long is dropped
+_TICK: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What an agent says once it accepts. `peers`: the URL under which other hosts read its slots, or empty."""
+
+    socket: str
+    memory: int
+    peers: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Slots that were still there, and the clients that had them mapped: those keep their memory."""
+
+    slots: int
+    holders: int
+
+
+class Agent:
+    """The state behind the socket. Thread-safe."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.settings = settings
+        self.slots = Slots(settings.memory, _free, available=memory_available, linger=settings.linger)
+        self.peers_url = ""
+        self.ident = secrets.token_hex(8)
+        self._holders = itertools.count(1)
+
+    def reserve(self, ask: Reserve, holder: Holder, runs: int) -> Generation | None:
+        """Memory for a load: a memfd for each file, and one that says which of its runs have landed.
+        Raises what `Slots.reserve` does.
+        """
+        files = (*ask.files, SlotFile(HAVE, max(1, runs) * HAVE_ENTRY))
+        made = self.slots.reserve(
+            Reserve(ask.slot, ask.fingerprint, ask.source, files, ask.facts, ask.swap, ask.evict_first, ask.evict),
+            holder,
+        )
+        if made is None:
+            return None
+        fds: list[int] = []
+        try:
+            for file in files:
+                fds.append(make_memfd(f"{ask.slot}/{file.name}", file.size))  # noqa: PERF401 - it may fail half way
+        except KvctlError:
+            for fd in fds:
+                os.close(fd)
+            self.slots.abandon(made)
+            raise
+        made.handles = tuple(fds)
+        return made
+
+    def holder(self, pid: int, label: str) -> Holder:
+        return Holder(next(self._holders), pid, label)
+
+
+def _free(generation: Generation) -> None:
+    for fd in generation.handles:
+        os.close(fd)
+    generation.handles = ()
+
+
+class ControlServer:
+    """Accepts on the unix socket. `start` binds, `close` ends everything."""
+
+    def __init__(self, agent: Agent, note: Callable[[str], None], trace: Callable[[str], None] | None = None) -> None:
+        self._agent = agent
+        self._note = note
+        self._trace = trace
+        self._path = agent.settings.socket
+        self._stop = threading.Event()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Raises EnvError when another agent runs there, AuthError when the place is not ours alone."""
+        folder = os.path.dirname(self._path)
+        _own_folder(folder)
+        if _is_alive(self._path):
+            raise EnvError(
+                f"an agent is running at {self._path} already", hint="use it, end it, or choose another --socket"
+            )
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            listener.bind(self._path)
+        except OSError as error:
+            listener.close()
+            raise EnvError(f"the socket {self._path} cannot be made", cause=error.strerror) from error
+        finally:
+            os.umask(before)
+        listener.listen(128)
+        listener.settimeout(_TICK)
+        self._listener = listener
+        self._thread = threading.Thread(target=self._accept, args=(listener,), name="kvctl-agent", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stop.is_set():
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                self._agent.slots.sweep()
+                continue
+            except OSError as error:
+                self._note(f"accept: {error.strerror}")
+                self._stop.wait(_TICK)
+                continue
+            pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+            if uid not in {os.getuid(), 0}:
+                self._note(f"process {pid} of user {uid} was refused")
+                sock.close()
+                continue
+            with self._lock:
+                self._open.add(sock)
+            threading.Thread(target=self._serve, args=(sock, pid), name=f"kvctl-agent-{pid}", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, pid: int) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_SECONDS), 0))
+        session = Session(self._agent, self._agent.holder(pid, ""))
+        try:
+            while True:
+                document, fds = wire.receive(sock)
+                for fd in fds:
+                    os.close(fd)  # clients have no descriptors to give
+                try:
+                    answer, given = session.answer(document)
+                except KvctlError as error:
+                    answer, given = wire.error_document(error), ()
+                if self._trace is not None:
+                    self._trace(f"process {pid}: {document.get('op')} {document.get('slot', '')}".rstrip())
+                try:
+                    wire.send(sock, answer, given)
+                finally:
+                    for fd in given:
+                        os.close(fd)
+        except (wire.ClosedError, OSError):
+            pass
+        except (ValueError, KeyError, TypeError) as error:
+            self._note(f"process {pid} sent nonsense and was cut off: {type(error).__name__}: {error}")
+        finally:
+            session.close()
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+
+def run_agent(
+    settings: AgentSettings,
+    *,
+    ready: Callable[[Ready], None],
+    note: Callable[[str], None],
+    trace: Callable[[str], None] | None = None,
+) -> Ended:
+    """Serve until SIGTERM or SIGINT. Call from the main thread. Raises EnvError, UsageError or ConfigError when it
+    cannot start.
+    """
+    agent = Agent(settings)
+    control = ControlServer(agent, note, trace)
+    try:
+        if settings.peers is None:
+            stop = _Signals()
+            control.start()
+            ready(Ready(settings.socket, settings.memory, "", os.getpid()))
+            stop.wait()
+        else:
+            _with_peers(agent, control, ready, note, trace)
+        left = agent.slots.generations()
+        holders = {holder.pid for item in left for holder, _ in item.leases.values()}
+        return Ended(len({item.slot for item in left}), len(holders))
+    finally:
+        control.close()
+
+
+def _with_peers(
+    agent: Agent,
+    control: ControlServer,
+    ready: Callable[[Ready], None],
+    note: Callable[[str], None],
+    trace: Callable[[str], None] | None,
+) -> None:
+    """The slots are read by peers as a storage node's objects are: the same server, over another tree."""
+    from kvctl.agent.peer_tree import SlotTree
+    from kvctl.node.server import Ready as NodeReady
+    from kvctl.node.server import run_node
+
+    settings = agent.settings
+    assert settings.peers is not None
+
+    def listening(found: NodeReady) -> None:
+        agent.peers_url = found.url.replace("node://", "peer://", 1)
+        control.start()
+        ready(Ready(settings.socket, settings.memory, agent.peers_url, os.getpid()))
+
+    with SlotTree.make(agent.slots, agent.ident) as tree:
+        run_node(settings.peers, ready=listening, note=note, trace=trace, tree=tree)
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT ends the wait."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._seen)
+
+    def _seen(self, signum: int, frame: FrameType | None) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        while not self._event.wait(3600.0):
+            pass
+
+
+def _own_folder(folder: str) -> None:
+    """Make the socket's folder, for us alone when it is made. Raises AuthError when others may put files there."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = os.stat(folder)
+    except OSError as error:
+        raise EnvError(f"the folder {folder} cannot be used", cause=error.strerror) from error
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in {os.getuid(), 0} or writable:
+        raise AuthError(
+            f"the folder {folder} is not safe for the agent's socket",
+            cause=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
+            hint="chmod 700 it, or choose another --socket",
+        )
+
+
+def _is_alive(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(2.0)
+        try:
+            sock.connect(path)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,35 @@
+"""Where an agent is found and what it may take. Pure but for the environment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvctl.node.settings import NodeSettings
+
+SOCKET_VARIABLE: Final = "KVCTL_AGENT_SOCKET"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """`memory`: bytes that all slots may take together. `peers`: how other hosts read the slots; None: not at all."""
+
+    socket: str
+    memory: int
+    peers: NodeSettings | None = None
+    linger: float = field(default=5.0)
+
+
+def default_socket(environ: Mapping[str, str] | None = None) -> str:
+    """KVCTL_AGENT_SOCKET, else a file in the user's runtime directory, else in a directory of ours under /tmp."""
+    found = os.environ if environ is None else environ
+    named = found.get(SOCKET_VARIABLE)
+    if named:
+        return os.path.abspath(os.path.expanduser(named))
+    runtime = found.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return os.path.join(runtime, "kvctl", "agent.sock")
+    return os.path.join(tempfile.gettempdir(), f"kvctl-{os.getuid()}", "agent.sock")

@@ -1,0 +1,437 @@
+"""Slots: who holds which memory. A slot has a current generation, maybe the one before it and one being loaded;
+readers hold leases on a generation, and what nobody needs any more is freed. Knows no socket and no memfd.
+
+    LOADING -> STAGED (sealed, can be read by name) -> READY (current) -> PREVIOUS (kept for a rollback)
+    -> DRAINING (freed with its last lease) -> FREED
+
+Every byte of every generation that is not freed counts against the budget, before it is allocated.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvctl.core.errors import CapacityError, ConflictError, IncompatibleError, NotFoundError, UsageError
+from kvctl.core.units import format_size
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+HAVE: Final = ".have"  # the last file of a generation: for each run of its load, the XXH3 of what has landed, or 0
+HAVE_ENTRY: Final = 8  # bytes, little endian
+LINGER: Final = 5.0  # seconds that a generation outlives the last read of a peer, which holds no lease
+
+
+class State(enum.Enum):
+    LOADING = "loading"
+    STAGED = "staged"
+    READY = "ready"
+    PREVIOUS = "previous"
+    DRAINING = "draining"
+    FREED = "freed"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFile:
+    """A file of a generation: `size` bytes, of which the first `header` are a safetensors header (0: a side file)."""
+
+    name: str
+    size: int
+    header: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease, or loads: a connection of a process. `label` is what it says it is."""
+
+    ident: int
+    pid: int
+    label: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One set of weights in memory. `ident` is unique in the life of the agent and of any other. `fingerprint` names
+    the source and the slice exactly. `handles`: whatever the memory is known by, freed by the owner of the slots.
+    """
+
+    slot: str
+    number: int
+    ident: str
+    fingerprint: str
+    source: str
+    files: tuple[SlotFile, ...]
+    loader: Holder | None
+    facts: dict[str, object] = field(default_factory=dict)
+    state: State = State.LOADING
+    leases: dict[int, tuple[Holder, int]] = field(default_factory=dict)  # by holder: how many
+    handles: tuple[int, ...] = ()
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.monotonic)
+    peer_read: float = float("-inf")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def lease_count(self) -> int:
+        return sum(count for _, count in self.leases.values())
+
+
+@dataclass(slots=True)
+class _Slot:
+    name: str
+    numbers: int = 0
+    current: Generation | None = None
+    previous: Generation | None = None
+    loading: Generation | None = None
+    draining: list[Generation] = field(default_factory=list)
+
+    def all(self) -> Iterator[Generation]:
+        yield from (item for item in (self.current, self.previous, self.loading) if item is not None)
+        yield from self.draining
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """What a loader asks for. `swap`: beside the generation that serves (else a slot that holds other weights is
+    refused). `evict_first`: free that one before, where both do not fit. `evict`: free other slots that nobody uses,
+    the longest unused first.
+    """
+
+    slot: str
+    fingerprint: str
+    source: str
+    files: tuple[SlotFile, ...]
+    facts: dict[str, object] = field(default_factory=dict)
+    swap: bool = False
+    evict_first: bool = False
+    evict: bool = False
+
+
+class Slots:
+    """Thread-safe. `free(generation)` gives its memory back; called once for each, under the lock. `clock`: monotonic
+    seconds. `available()`: bytes that the machine still has.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        free: Callable[[Generation], None],
+        *,
+        available: Callable[[], int] = lambda: 1 << 62,
+        clock: Callable[[], float] = time.monotonic,
+        linger: float = LINGER,
+    ) -> None:
+        self.budget = budget
+        self._free = free
+        self._available = available
+        self._clock = clock
+        self._linger = linger
+        self._slots: dict[str, _Slot] = {}
+        self._lock = threading.RLock()
+
+    # -- loading -------------------------------------------------------------------------------------------
+
+    def reserve(self, ask: Reserve, holder: Holder) -> Generation | None:
+        """A generation to fill; None when the slot serves exactly this already. Raises UsageError, ConflictError (it is
+        being loaded), CapacityError (refused before the first byte).
+        """
+        check_name(ask.slot)
+        with self._lock:
+            slot = self._slots.get(ask.slot)
+            if slot is not None and slot.loading is not None:
+                loader = slot.loading.loader
+                raise ConflictError(
+                    f"slot {ask.slot} is being loaded",
+                    cause=f"by process {loader.pid}" if loader else None,
+                    hint="wait for it, or end it",
+                )
+            current = slot.current if slot is not None else None
+            if current is not None and current.fingerprint == ask.fingerprint:
+                return None
+            if current is not None and not ask.swap:
+                raise UsageError(
+                    f"slot {ask.slot} holds other weights ({current.source})",
+                    hint=f"replace them with `kvctl swap slot:{ask.slot}`, or `kvctl agent unload {ask.slot}` first",
+                )
+            if current is None and ask.swap:
+                raise NotFoundError(f"slot {ask.slot} holds nothing to swap", hint=f"load it: --into slot:{ask.slot}")
+            self._make_room(ask, sum(file.size for file in ask.files))
+            slot = self._slots.setdefault(ask.slot, _Slot(ask.slot))
+            slot.numbers += 1
+            made = Generation(
+                ask.slot, slot.numbers, f"g{slot.numbers}-{secrets.token_hex(6)}", ask.fingerprint, ask.source,
+                ask.files, holder, dict(ask.facts), used=self._clock(),
+            )  # fmt: skip
+            slot.loading = made
+            return made
+
+    def stage(self, made: Generation) -> None:
+        """Its bytes are there and can change no more; it serves only those who ask for it by name."""
+        with self._lock:
+            self._loading(made)
+            made.state = State.STAGED
+
+    def _loading(self, made: Generation) -> _Slot:
+        slot = self._slots.get(made.slot)
+        if slot is None or slot.loading is not made:
+            raise ConflictError(f"generation {made.ident} of slot {made.slot} is not being loaded")
+        return slot
+
+    def commit(self, made: Generation, *, keep_previous: bool = False) -> None:
+        """It serves from now on. The one before is kept, or freed with its last lease."""
+        with self._lock:
+            slot = self._loading(made)
+            if made.state is not State.STAGED:
+                raise ConflictError(f"generation {made.ident} of slot {made.slot} is not complete")
+            slot.loading = None
+            made.loader = None
+            made.state = State.READY
+            before, slot.current = slot.current, made
+            if before is not None:
+                if slot.previous is not None:
+                    self._drain(slot, slot.previous)
+                slot.previous = None
+                if keep_previous:
+                    before.state = State.PREVIOUS
+                    slot.previous = before
+                else:
+                    self._drain(slot, before)
+            self.sweep()
+
+    def abandon(self, made: Generation) -> None:
+        """Its loader failed or died: what landed is freed."""
+        with self._lock:
+            slot = self._slots.get(made.slot)
+            if slot is None or slot.loading is not made:
+                return
+            slot.loading = None
+            self._drain(slot, made)
+            self.sweep()
+
+    def rollback(self, name: str) -> Generation:
+        """The kept generation serves again, and the one that served is kept. Raises NotFoundError."""
+        with self._lock:
+            slot = self._known(name)
+            if slot.previous is None or slot.current is None:
+                raise NotFoundError(
+                    f"slot {name} has no generation to go back to", hint="a swap keeps one with --keep-previous"
+                )
+            slot.current, slot.previous = slot.previous, slot.current
+            slot.current.state, slot.previous.state = State.READY, State.PREVIOUS
+            return slot.current
+
+    def unload(self, name: str, *, force: bool = False, previous_only: bool = False) -> int:
+        """Free the slot, bytes. Raises NotFoundError, ConflictError while somebody uses it, unless `force`: then what
+        is mapped lives on in its users only.
+        """
+        with self._lock:
+            slot = self._known(name)
+            wanted = [item for item in (None if previous_only else slot.current, slot.previous) if item is not None]
+            held = [holder for item in wanted for holder, _ in item.leases.values()]
+            if held and not force:
+                raise ConflictError(
+                    f"slot {name} is in use",
+                    cause=", ".join(f"{holder.label or 'process'} {holder.pid}" for holder in held),
+                    hint="end its users, or --force: what they have mapped stays theirs",
+                )
+            freed = sum(item.nbytes for item in wanted)
+            for item in wanted:
+                if force:
+                    item.leases.clear()
+                self._drain(slot, item)
+            slot.previous = None
+            if not previous_only:
+                slot.current = None
+            self.sweep(at_once=True)
+            return freed
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def acquire(self, name: str, holder: Holder, ident: str | None = None) -> Generation:
+        """A lease on the current generation, or on the one called `ident`. Raises NotFoundError."""
+        with self._lock:
+            slot = self._known(name)
+            found = slot.current
+            if ident is not None:
+                found = next((g for g in slot.all() if g.ident == ident and g.state is not State.LOADING), None)
+            if found is None:
+                raise NotFoundError(
+                    f"slot {name} has no generation {ident}" if ident else f"slot {name} is still being loaded",
+                    hint="see `kvctl agent ls`",
+                )
+            _, count = found.leases.get(holder.ident, (holder, 0))
+            found.leases[holder.ident] = (holder, count + 1)
+            found.used = self._clock()
+            return found
+
+    def release(self, holder: Holder, generation: Generation | None = None) -> None:
+        """Give up one lease, or, when the holder is gone, all that it has; and what it was loading."""
+        with self._lock:
+            for slot in list(self._slots.values()):
+                for item in list(slot.all()):
+                    if generation is None:
+                        item.leases.pop(holder.ident, None)
+                        if item.loader is not None and item.loader.ident == holder.ident:
+                            self.abandon(item)
+                    elif item is generation and holder.ident in item.leases:
+                        _, count = item.leases[holder.ident]
+                        if count > 1:
+                            item.leases[holder.ident] = (holder, count - 1)
+                        else:
+                            del item.leases[holder.ident]
+            self.sweep()
+
+    def acquire_fds(self, name: str, holder: Holder, ident: str | None = None) -> tuple[Generation, list[int]]:
+        """A lease, and descriptors of our own of the generation's files, which the caller closes."""
+        with self._lock:
+            found = self.acquire(name, holder, ident)
+            return found, [os.dup(fd) for fd in found.handles]
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def find(self, name: str, ident: str | None = None) -> Generation:
+        """The current generation, or the one called `ident` (by a peer that reads it), also one being loaded.
+        Raises NotFoundError.
+        """
+        with self._lock:
+            slot = self._known(name)
+            for item in slot.all():
+                if item is slot.current if ident is None else ident in {item.ident, item.fingerprint}:
+                    return item
+            raise NotFoundError(f"slot {name} has no such generation", hint="see `kvctl agent ls`")
+
+    def lend(self, name: str, ident: str | None, file: str) -> tuple[Generation, int, SlotFile]:
+        """A descriptor of one file of what `find` finds, for a peer, who holds no lease; the caller closes it.
+        Raises NotFoundError.
+        """
+        with self._lock:
+            found = self.find(name, ident)
+            for known, fd in zip(found.files, found.handles, strict=False):
+                if known.name == file:
+                    found.peer_read = found.used = self._clock()
+                    return found, os.dup(fd), known
+        raise NotFoundError(f"slot {name} has no file {file}")
+
+    def check_known(self, name: str) -> None:
+        """Raises NotFoundError when no slot has this name."""
+        with self._lock:
+            self._known(name)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(item.nbytes for slot in self._slots.values() for item in slot.all())
+
+    def generations(self) -> Sequence[Generation]:
+        """All that is not freed, by slot and number."""
+        with self._lock:
+            found = [item for slot in self._slots.values() for item in slot.all()]
+        return sorted(found, key=lambda item: (item.slot, item.number))
+
+    # -- freeing -------------------------------------------------------------------------------------------
+
+    def sweep(self, *, at_once: bool = False) -> None:
+        """Free what drains and has no lease left; what peers have just read waits a little, unless `at_once`."""
+        with self._lock:
+            now = self._clock()
+            for slot in list(self._slots.values()):
+                for item in list(slot.draining):
+                    if not item.leases and (at_once or now - item.peer_read >= self._linger):
+                        slot.draining.remove(item)
+                        item.state = State.FREED
+                        self._free(item)
+                if next(slot.all(), None) is None:
+                    del self._slots[slot.name]
+
+    def _drain(self, slot: _Slot, item: Generation) -> None:
+        item.state = State.DRAINING
+        slot.draining.append(item)
+
+    def _known(self, name: str) -> _Slot:
+        slot = self._slots.get(name)
+        if slot is None:
+            known = ", ".join(sorted(self._slots)) or "none"
+            raise NotFoundError(f"no slot is called {name}", cause=f"slots here: {known}")
+        return slot
+
+    def _make_room(self, ask: Reserve, wanted: int) -> None:
+        self.sweep()
+        if self._fits(wanted):
+            return
+        if ask.evict_first:
+            slot = self._slots[ask.slot]
+            held = [item for item in (slot.current, slot.previous) if item is not None and item.leases]
+            if held:
+                holders = [f"{holder.label or 'process'} {holder.pid}" for holder, _ in held[0].leases.values()]
+                raise ConflictError(
+                    f"slot {ask.slot} is in use, so it cannot be freed first", cause=", ".join(holders),
+                    hint="end its users, or raise the agent's --memory",
+                )  # fmt: skip
+            self._check_most(ask, wanted, {ask.slot})
+            self.unload(ask.slot)
+            if self._fits(wanted):
+                return
+        if ask.evict:
+            for item in sorted(self.generations(), key=lambda found: found.used):
+                if item.slot != ask.slot and item.state is State.READY and not item.leases:
+                    self.unload(item.slot)
+                    if self._fits(wanted):
+                        return
+        raise self._full(ask, wanted)
+
+    def _fits(self, wanted: int) -> bool:
+        return self.used_bytes + wanted <= self.budget and wanted <= self._available()
+
+    def _check_most(self, ask: Reserve, wanted: int, gone: set[str]) -> None:
+        """Nothing is freed for what does not fit even then."""
+        left = sum(i.nbytes for i in self.generations() if i.slot not in gone or i.state is State.DRAINING)
+        if left + wanted > self.budget:
+            raise self._full(ask, wanted)
+
+    def _full(self, ask: Reserve, wanted: int) -> CapacityError:
+        used, available = self.used_bytes, self._available()
+        if wanted > available:
+            cause = f"it needs {format_size(wanted)}, the machine has {format_size(available)} left"
+        else:
+            cause = f"it needs {format_size(wanted)}, {format_size(used)} of {format_size(self.budget)} are taken"
+        hint = "unload a slot, --evict frees what nobody uses, or raise the agent's --memory"
+        return CapacityError(
+            f"slot {ask.slot} does not fit into the agent's memory",
+            cause=cause,
+            hint=f"--evict-first frees the serving generation before; or {hint}" if ask.swap else hint,
+            details={"needed": wanted, "used": used, "budget": self.budget, "available": available},
+        )
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for what cannot name a slot."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a slot", hint="letters, digits, '.', '_' and '-', 128 at most")
+
+
+def check_same_shape(old: dict[str, tuple[str, tuple[int, ...]]], new: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Name -> (dtype, shape). Raises IncompatibleError that names the first difference."""
+    if old == new:
+        return
+    missing, extra = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+    if missing or extra:
+        what = f"tensor {missing[0]} is missing" if missing else f"tensor {extra[0]} is not in the serving weights"
+        cause = f"{len(missing)} missing, {len(extra)} extra"
+    else:
+        name = next(name for name in sorted(old) if old[name] != new[name])
+        what = (
+            f"tensor {name} is {new[name][0]} {list(new[name][1])}, the serving one {old[name][0]} {list(old[name][1])}"
+        )
+        cause = f"{sum(old[n] != new[n] for n in old)} tensors differ"
+    raise IncompatibleError(
+        f"the new weights do not fit the slot: {what}", cause=cause, hint="load them into a slot of their own"
+    )

@@ -1,0 +1,169 @@
+"""`slot:NAME` as the target of a load: memory that the agent owns, filled from here, sealed by the agent.
+
+The agent gives descriptors of fresh memfds; the load writes into them as into any memory of its own, whatever the
+source and the transport. When all has landed and was verified, the mappings go, the agent seals the memory and lets
+it serve. A load that dies before is freed with its connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvctl.agent.client import AgentClient, OpenedSlot
+from kvctl.agent.memory import MemfdBuffer
+from kvctl.agent.slots import HAVE, HAVE_ENTRY, check_name, check_same_shape
+from kvctl.core.errors import UsageError
+from kvctl.weights.runs import OutputFile
+from kvctl.weights.safetensors import parse_header
+from kvctl.weights.targets import Landing
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """`swap`: replace what the slot serves, by weights of the same names, dtypes and shapes. `before_flip` is called
+    with the new generation's name when it is complete and sealed, and does not serve yet. `runs`: how many runs the
+    load has, where peers want to know which have landed.
+    """
+
+    swap: bool = False
+    keep_previous: bool = False
+    evict_first: bool = False
+    evict: bool = False
+    source: str = ""
+    runs: int = 0
+    before_flip: Callable[[str], None] | None = None
+
+
+class SlotTarget:
+    """See `kvctl.weights.targets.Target`."""
+
+    def __init__(self, slot: str, options: SlotOptions | None = None, *, socket: str | None = None) -> None:
+        check_name(slot)
+        self.slot = slot
+        self.name = f"slot:{slot}"
+        self.options = options or SlotOptions()
+        self.landings: Sequence[Landing] | None = None
+        self.ident = ""
+        self.number = 0
+        self.document: Mapping[str, Any] | None = None  # Any: JSON; the generation that serves, once it does
+        self.socket = socket
+        self._client: AgentClient | None = None
+        self._buffers: list[MemfdBuffer] = []
+        self._have: MemfdBuffer | None = None
+
+    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
+        """Raises EnvError (no agent), CapacityError, ConflictError, UsageError, IncompatibleError."""
+        options = self.options
+        client = self._client = AgentClient(self.socket, label="load-weights")
+        shapes = shapes_of((output.header, len(output.header) + output.data_size, output.name) for output in outputs)
+        if options.swap:
+            self._check_shapes(client, shapes)
+        files = [(output.name, len(output.header) + output.data_size, len(output.header)) for output in outputs]
+        files += [(name, len(data), 0) for name, data in side_files.items()]
+        for name, _, _ in files:
+            if name in {"", HAVE} or "/" in name:
+                raise UsageError(f"{name!r} cannot be a file of a slot")
+        answer, fds = client.call_fds(
+            "reserve",
+            slot=self.slot,
+            fingerprint=fingerprint,
+            source=options.source,
+            files=files,
+            facts={"tensors": len(shapes)},
+            runs=options.runs,
+            swap=options.swap,
+            evict_first=options.evict_first,
+            evict=options.evict,
+        )
+        if answer["state"] == "present":
+            self.document = client.current(self.slot)
+            return True
+        self.ident, self.number = answer["ident"], answer["number"]
+        self._fill_small(outputs, side_files, fds)
+        return False
+
+    def _check_shapes(self, client: AgentClient, shapes: Shapes) -> None:
+        with AgentClient(client.path, label="swap") as leasing:
+            serving = leasing.open(self.slot)
+            try:
+                check_same_shape(read_shapes(serving), shapes)
+            finally:
+                close_files(serving)
+
+    def _fill_small(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fds: Sequence[int]) -> None:
+        landings: list[Landing] = []
+        taken = iter(fds)
+        for output in outputs:
+            buffer = MemfdBuffer(next(taken), len(output.header) + output.data_size)
+            self._buffers.append(buffer)
+            buffer.view[: len(output.header)] = output.header
+            landings.append(Landing(buffer, len(output.header)))
+        for data in side_files.values():
+            fd = next(taken)
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], done)
+            os.close(fd)
+        self._have = MemfdBuffer(next(taken), max(1, self.options.runs) * HAVE_ENTRY)
+        self.landings = landings
+
+    def landed(self, run: int) -> str | None:
+        return None
+
+    def record(self, run: int, checksum: str) -> None:
+        return
+
+    def share(self, run: int, checksum: int) -> None:
+        """Run number `run` has landed and was verified: peers see it at once, with the XXH3 of its bytes (not 0)."""
+        if self._have is not None:
+            at = run * HAVE_ENTRY
+            self._have.view[at : at + HAVE_ENTRY] = checksum.to_bytes(HAVE_ENTRY, "little")
+
+    def publish(self) -> None:
+        assert self._client is not None
+        self.landings = None
+        for buffer in self._buffers:
+            buffer.unmap()
+        self._client.call("stage", ident=self.ident)
+        if self.options.before_flip is not None:
+            self.options.before_flip(self.ident)
+        self.document = self._client.call("commit", ident=self.ident, keep_previous=self.options.keep_previous)
+
+    def close(self, error: BaseException | None) -> None:
+        self.landings = None
+        for buffer in (*self._buffers, *([self._have] if self._have is not None else [])):
+            buffer.close()
+        self._buffers, self._have = [], None
+        if self._client is not None:
+            self._client.close()  # what was not committed is freed with the connection
+
+
+def shapes_of(headers: Iterable[tuple[bytes, int, str]]) -> Shapes:
+    """Name -> (dtype, shape) over all headers: (bytes of the header, size of the file, its name). What several ranks
+    have is told apart by the file's name.
+    """
+    found: Shapes = {}
+    for raw, size, file in headers:
+        for tensor in parse_header(raw, size, file).tensors:
+            name = f"{tensor.name} ({file})" if tensor.name in found else tensor.name
+            found[name] = (tensor.dtype, tensor.shape)
+    return found
+
+
+def read_shapes(opened: OpenedSlot) -> Shapes:
+    return shapes_of((os.pread(file.fd, file.header, 0), file.size, file.name) for file in opened.files if file.header)
+
+
+def close_files(opened: OpenedSlot) -> None:
+    for file in opened.files:
+        os.close(file.fd)
+
+
+def make_target(value: str) -> SlotTarget:
+    """The target behind `slot:NAME`."""
+    return SlotTarget(value)

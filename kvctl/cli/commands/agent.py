@@ -1,0 +1,138 @@
+"""`kvctl agent serve|ls|unload`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvctl.cli.app import current
+from kvctl.cli.lazy import KvCommand
+from kvctl.cli.options import Size, argument, option
+
+if TYPE_CHECKING:
+    from kvctl.agent.server import Ready
+    from kvctl.node.settings import NodeSettings
+
+_FILE = click.Path(dir_okay=False)
+_PEERS = "Peers"
+_socket = option(
+    "--socket", type=_FILE, envvar="KVCTL_AGENT_SOCKET", metavar="PATH",
+    help="The agent's unix socket [default: in the user's runtime directory].",
+)  # fmt: skip
+
+
+@click.command("serve", cls=KvCommand)
+@_socket
+@option(
+    "--memory", type=Size(), envvar="KVCTL_AGENT_MEMORY", metavar="SIZE",
+    help="What all slots may take together [default: three quarters of what is available].",
+)  # fmt: skip
+@option(
+    "--peers", metavar="HOST:PORT", envvar="KVCTL_AGENT_PEERS", section=_PEERS,
+    help="Let other hosts read the slots here; port 0 takes a free one. Without it nobody can.",
+)  # fmt: skip
+@option(
+    "--key-file", type=_FILE, envvar="KVCTL_NODE_MASTER_KEY_FILE", section=_PEERS,
+    help="Master key(s) that peers' keys are derived from, made by `kvctl node key`.",
+)  # fmt: skip
+@option(
+    "--allow-unauthenticated", "open_to", metavar="CIDR", multiple=True, envvar=None, section=_PEERS,
+    help="Serve peers of this network without tokens; may repeat.",
+)  # fmt: skip
+@option("--tls-cert", type=_FILE, envvar=None, section=_PEERS, help="PEM certificate with its chain: HTTPS only.")
+@option("--tls-key", type=_FILE, envvar=None, section=_PEERS, help="Its key, if it is not in the same file.")
+def serve(
+    *,
+    socket: str | None,
+    memory: int | None,
+    peers: str | None,
+    key_file: str | None,
+    open_to: tuple[str, ...],
+    tls_cert: str | None,
+    tls_key: str | None,
+) -> None:
+    """Own the memory of weights: slots that engines attach to, and that outlive them.
+
+    Only this user's processes (and root's) can use the socket. SIGTERM or Ctrl-C ends the agent with 0; what is
+    attached stays with those who have it mapped. See `kvctl help agent`.
+    """
+    from dataclasses import asdict
+
+    from kvctl.agent.server import run_agent
+    from kvctl.agent.settings import AgentSettings, default_socket
+    from kvctl.core.errors import UsageError
+    from kvctl.memory.budget import memory_available
+
+    app = current()
+    if peers is None and (key_file is not None and open_to):
+        raise UsageError("--allow-unauthenticated without --peers", hint="--peers HOST:PORT says where to listen")
+    settings = AgentSettings(
+        socket or default_socket(),
+        memory or memory_available() * 3 // 4,
+        None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key),
+    )
+
+    def ready(found: Ready) -> None:
+        if not app.output.human:
+            app.output.document("kvctl.agent-ready/1", asdict(found), str)
+            return
+        from kvctl.core.units import format_size
+
+        app.output.note(f"agent at {found.socket}, {format_size(found.memory)} for slots")
+        app.output.note(f"peers: {found.peers}" if found.peers else "peers: none can read here (--peers)")
+
+    ended = run_agent(
+        settings, ready=ready, note=app.output.warning, trace=app.output.detail if app.output.verbose else None
+    )
+    app.output.note(f"stopped with {ended.slots} slots, used by {ended.holders} processes")
+
+
+def _peer_settings(
+    listen: str, key_file: str | None, open_to: tuple[str, ...], tls_cert: str | None, tls_key: str | None
+) -> NodeSettings:
+    from kvctl.cli.commands.node import _master_keys
+    from kvctl.node.settings import NodeSettings, parse_listen, parse_networks
+
+    return NodeSettings(
+        root="",
+        listen=parse_listen(listen),
+        keys=() if key_file is None else _master_keys(key_file),
+        open_to=parse_networks(open_to),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        rdma="off",
+    )
+
+
+@click.command("ls", cls=KvCommand)
+@argument("slot", "Only this slot.", required=False, default=None)
+@_socket
+def ls(*, slot: str | None, socket: str | None) -> None:
+    """List the generations of every slot: their state, bytes, source, and who holds leases on them."""
+    from kvctl.agent.client import AgentClient
+    from kvctl.cli.documents import render
+
+    app = current()
+    with AgentClient(socket, label="kvctl agent ls") as client:
+        document = client.call("ls", slot=slot.removeprefix("slot:") if slot else None)
+    app.output.result(document, lambda: render(document))
+
+
+@click.command("unload", cls=KvCommand)
+@argument("slot", "The slot to free.")
+@_socket
+@option(
+    "--force", is_flag=True, default=False, envvar=None, help="Also while it is used: its users keep what they mapped."
+)
+@option("--previous", is_flag=True, default=False, envvar=None, help="Only the generation kept for a rollback.")
+def unload(*, slot: str, socket: str | None, force: bool, previous: bool) -> None:
+    """Free a slot's memory. Refused (6) while a process holds a lease on it."""
+    from kvctl.agent.client import AgentClient
+    from kvctl.cli.documents import render
+
+    app = current()
+    with AgentClient(socket, label="kvctl agent unload") as client:
+        answer = client.call("unload", slot=slot.removeprefix("slot:"), force=force, previous_only=previous)
+    document = {"schema": "kvctl.agent-unload/1", **answer}
+    app.output.result(document, lambda: render(document))

@@ -1,0 +1,140 @@
+"""Fan-out: many agents load one model together, and each byte leaves the source once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl.agent.fanning import load_with_peers
+from kvctl.agent.fanout import Assignment, order
+from kvctl.agent.target import SlotOptions, SlotTarget
+from kvctl.core.context import Context
+from kvctl.core.errors import UsageError
+from kvctl.testing.models import LlamaShape, write_llama
+from kvctl.testing.nodes import NodeProcess
+from kvctl.transfer.report import Report
+from kvctl.weights.request import LoadRequest
+from tests.agent.agents import AgentProcess, eventually, read_slot, same_files
+from tests.agent.conftest import Start
+
+SHAPE = LlamaShape(layers=6, hidden=1024, inner=2048, vocab=8192)  # 86 MB: a dozen runs
+
+AGENTS = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
+
+
+@given(AGENTS, st.integers(1, 60), st.data())
+def test_every_run_has_one_reader_and_only_a_dead_agents_runs_move(
+    agents: list[str], runs: int, data: st.DataObject
+) -> None:
+    dead = set(data.draw(st.lists(st.sampled_from(agents), max_size=len(agents) - 1)))
+    alive = [agent for agent in agents if agent not in dead]
+    views = {agent: Assignment(runs, data.draw(st.permutations(agents)), agent) for agent in agents}
+    for run in range(runs):
+        before = [agent for agent in agents if views[agent].mine(run, set())]
+        after = [agent for agent in alive if views[agent].mine(run, dead)] if alive else []
+        assert len(before) == 1
+        if alive:
+            assert len(after) == 1
+            if before[0] not in dead:
+                assert after == before
+
+
+@given(st.integers(2, 8))
+def test_shares_are_even(agents: int) -> None:
+    names = [f"host{number}:7781" for number in range(agents)]
+    first = [order(run, names)[0] for run in range(800)]
+    assert min(first.count(name) for name in names) > 800 / agents / 2
+
+
+def fan(agent: AgentProcess, source: str, peers: Sequence[str], *, patience: float = 60.0) -> Report:
+    target = SlotTarget("m", SlotOptions(source=source), socket=agent.socket)
+    return load_with_peers(LoadRequest(source, into="slot:m"), target, peers, Context(), patience=patience, stall=20.0)
+
+
+def test_eight_agents_read_the_source_once_together(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "node" / "data").mkdir(parents=True)
+    files = write_llama(str(tmp_path / "node" / "data" / "m"), SHAPE, shards=2)
+    data = sum(len(blob) for name, blob in files.items() if name.endswith(".safetensors"))
+    agents = [start(peers=True) for _ in range(8)]
+    peers = [agent.place for agent in agents]
+    with NodeProcess.start(str(tmp_path / "node"), keys=False) as node:
+        with ThreadPoolExecutor(8) as pool:
+            reports = list(pool.map(lambda agent: fan(agent, f"node://{node.address}/m", peers), agents))
+        sent = next(value for name, value in node.metrics().items() if "sent" in name)
+    shares = [report.extra["fanout"] for report in reports]
+    headers = sum(report.metadata_bytes for report in reports)
+    side = 8 * sum(len(blob) for name, blob in files.items() if name.endswith(".json"))
+    weights = sum(share["source_bytes"] for share in shares)
+    assert weights == sum(report.needed for report in reports) / 8
+    assert weights <= data
+    # the node's own count: the weights once, and each agent's headers and small files
+    assert sent <= weights + headers + side + 64 * 1024
+    for report, share in zip(reports, shares, strict=True):
+        assert share["source_bytes"] + sum(share["peer_bytes"].values()) == report.needed
+        assert share["lost_peers"] == []
+    for agent in agents:
+        assert same_files(read_slot(agent, "m"), files)
+
+
+def loader(agent: AgentProcess, source: str, peers: Sequence[str], state: Path, rate: str) -> subprocess.Popen[bytes]:
+    arguments = [part for peer in peers for part in ("--peer", peer)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvctl", "-q", "load-weights", source, "--into", "slot:m", *arguments,
+         "--max-rate", rate],
+        env={**os.environ, "KVCTL_AGENT_SOCKET": agent.socket, "KVCTL_STATE_DIR": str(state)},
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_an_agent_that_is_killed_half_way_is_replaced_and_only_what_is_missing_is_read_again(
+    start: Start, tmp_path: Path
+) -> None:
+    files = write_llama(str(tmp_path / "m"), SHAPE, shards=2)
+    agents = [start(peers=True) for _ in range(3)]
+    peers = [agent.place for agent in agents]
+    victim, others = agents[2], agents[:2]
+    # slow, so that it dies with part of its share read
+    dying = loader(victim, str(tmp_path / "m"), peers, tmp_path, "8MB")
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(fan, agent, str(tmp_path / "m"), peers) for agent in others]
+            eventually(lambda: any(item["landed_runs"] for item in victim.ls()), "the victim has landed something")
+            victim.kill()
+            dying.kill()
+            reports = [future.result() for future in running]
+    finally:
+        dying.kill()
+        dying.wait()
+    for agent in others:
+        assert same_files(read_slot(agent, "m"), files)
+    model = reports[0].needed
+    for report in reports:
+        share = report.extra["fanout"]
+        assert share["source_bytes"] + sum(share["peer_bytes"].values()) == model
+        assert share["lost_peers"] == [victim.place]
+    # what the victim had read and passed on was not read again by both
+    assert sum(report.extra["fanout"]["source_bytes"] for report in reports) <= model
+
+
+def test_a_peer_that_never_comes_is_done_without(start: Start, tmp_path: Path) -> None:
+    files = write_llama(str(tmp_path / "m"), shards=2)
+    agent = start(peers=True)
+    report = fan(agent, str(tmp_path / "m"), [agent.place, "127.0.0.1:1"], patience=0.5)
+    assert report.extra["fanout"]["source_bytes"] == report.needed
+    assert same_files(read_slot(agent, "m"), files)
+
+
+def test_an_agent_that_is_not_among_the_peers_is_told(start: Start, tmp_path: Path) -> None:
+    write_llama(str(tmp_path / "m"))
+    agent = start(peers=True)
+    with pytest.raises(UsageError, match="not among the peers"):
+        fan(agent, str(tmp_path / "m"), ["127.0.0.1:1"])
+    assert agent.ls() == []
