@@ -1,7 +1,7 @@
-"""The `native-rdma` transport: native-tcp's requests, with a token that names memory instead of a body.
+"""Bulk by RDMA: small HTTP requests with a token that names memory instead of a body; the server moves the bytes.
 
 One transport per endpoint. Each of its threads has an HTTP connection and, per device, a listener of its own that the
-node connects back to. An answer counts when it says that exactly the range, version and size asked for was placed.
+server connects back to. An answer counts when it says that exactly the range, version and size asked for was placed.
 Where it does not come, or tells of trouble, the queue pairs of that thread are destroyed before its operation ends:
 from then on nothing reaches the memory.
 """
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
-import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,40 +24,32 @@ from kvctl.core.errors import (
     UsageError,
 )
 from kvctl.memory.buffers import Buffer, HostBuffer
-from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration, Store, StoreConfig
-from kvctl.transports.node_auth import RDMA_HEADERS
-from kvctl.transports.options import check_names, choice, number
+from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration
 from kvctl.transports.threaded import AbandonedError, NoRegistration, OpCancelledError, ThreadedTransport
 from kvctl.transports.wire import ClosedError, Connection, ProtocolError
-from kvctl_native.client import converse
-from kvctl_native.errors import from_connection
-from kvctl_native.route import Route, encode_key
-from kvctl_native.settings import Place, parse_access, parse_place
-from kvctl_native.store import NodeStore
-from kvctl_verbs.answers import check_empty, check_read, refusal
+from kvctl_verbs.answers import check_empty, check_placed
 from kvctl_verbs.device import Memory
 from kvctl_verbs.landing import Landing, Port
 from kvctl_verbs.policy import Network
 from kvctl_verbs.queues import Patience
-from kvctl_verbs.rails import Balance, Rail, find_rails, local_addresses
+from kvctl_verbs.rails import Balance, Rail
 from kvctl_verbs.regions import Region, Regions
+from kvctl_verbs.talk import Talk
 from kvctl_verbs.token import MAX_SIZE, RcToken
 
-_OPTIONS: Final = ("devices", "dialect", "memory", "path", "peers", "threads")
 _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`header`: the one that carries the token; `plain`: keys without `/v1`; `rails`: devices to use; `peers`: who may
-    connect besides the endpoint itself; `arenas`: register what a load lands in as a whole.
+    """`rails`: devices to use; `peers`: addresses that may connect back, and `networks` of such; `arenas`: register
+    what a load lands in as a whole.
     """
 
     threads: int
-    header: str
-    plain: bool
     rails: tuple[Rail, ...]
-    peers: tuple[Network, ...]
+    peers: tuple[str, ...]
+    networks: tuple[Network, ...] = ()
     arenas: bool = True
     patience: Patience = field(default_factory=Patience)
 
@@ -100,38 +90,34 @@ class _StaleError(Exception):
     """The node had closed the idle HTTP connection: the same request again over a new one."""
 
 
-class NativeRdma(ThreadedTransport):
+class RdmaTransport(ThreadedTransport):
     """See `kvctl.transports.api.Transport`."""
 
-    name = "native-rdma"
-
-    def __init__(self, store: NodeStore, place: Place, settings: Settings) -> None:
+    def __init__(self, name: str, talk: Talk, settings: Settings) -> None:
         """Raises EnvError when a device cannot be used."""
         super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=settings.threads, one_sided=True))
-        self.endpoint = place.url
-        self._store = store
+        self.name = name
+        self.endpoint = talk.endpoint
+        self._talk = talk
         self._settings = settings
-        self._route = Route(store.access, place)
         self._worker = _Worker()
         self._running_now: dict[int, _Running] = {}
         self._guard = threading.Lock()
         self._regions = Regions()
         self._bounces = False
         self._balance = Balance(len(settings.rails))
-        peers = addresses_of(place)
         self._landings: list[Landing] = []
         try:
             for rail in settings.rails:
-                self._landings.append(Landing(rail.device, rail.ip, peers, settings.peers, settings.patience))
+                landing = Landing(rail.device, rail.ip, settings.peers, settings.networks, settings.patience)
+                self._landings.append(landing)
         except BaseException:
             self._end_landings()
             raise
 
     def describe(self, op: Op) -> str:
-        """The request an operation becomes, for -v: method, URL, range, and the header that carries the token."""
-        url = f"{self.endpoint}{'' if self._settings.plain else '/v1'}/{encode_key(self._store.full_key(op.key))}"
-        span = "" if op.kind == "write" else f" bytes={op.offset}-{op.offset + op.length - 1}"
-        return f"{'PUT' if op.kind == 'write' else 'GET'} {url}{span} {self._settings.header}"
+        """The request an operation becomes, for -v; its token is shown nowhere."""
+        return self._talk.describe(op)
 
     def register(self, buffer: Buffer) -> Registration:
         """One registration per device. Memory of files is left to the single operations: pinning all of a file that
@@ -147,11 +133,11 @@ class NativeRdma(ThreadedTransport):
 
     def perform(self, op: Op) -> int:
         if op.kind == "write" and (op.offset != 0 or (op.object_size is not None and op.object_size != op.length)):
-            raise UsageError(f"{self._store.url}: {op.key}: a node takes whole objects only")
+            raise UsageError(f"{self._talk.url}: {op.key}: {self.name} writes whole objects only")
         if op.kind == "read" and op.length <= 0:
-            raise UsageError(f"{self._store.url}: {op.key}: a read of {op.length} bytes makes no sense")
+            raise UsageError(f"{self._talk.url}: {op.key}: a read of {op.length} bytes makes no sense")
         if op.length > MAX_SIZE:
-            raise UsageError(f"{self._store.url}: {op.key}: a token names less than 4 GiB, not {op.length} bytes")
+            raise UsageError(f"{self._talk.url}: {op.key}: a token names less than 4 GiB, not {op.length} bytes")
         running = _Running()
         with self._guard:
             self._running_now[op.id] = running
@@ -168,7 +154,7 @@ class NativeRdma(ThreadedTransport):
             with self._balance.take(op.length) as rail:
                 if rail is None:
                     raise AuthError(
-                        f"{self.endpoint}: the node connects to none of this host's RDMA addresses",
+                        f"{self.endpoint}: {self._talk.server} connects to none of this host's RDMA addresses",
                         cause=f"{', '.join(item.ip for item in self._settings.rails)}; {refusal_seen or 'as before'}",
                         hint="start the node with --rdma-allow CIDR, or name the right devices with devices=NAME,..",
                     )
@@ -178,7 +164,7 @@ class NativeRdma(ThreadedTransport):
                 except _StaleError:
                     continue
                 except AuthError as problem:
-                    if problem.details.get("code") != "auth":
+                    if not self._talk.refuses_address(problem):
                         raise  # a matter of keys: the same on every device
                     refusal_seen = problem
                     self._balance.refuse(rail)
@@ -212,9 +198,9 @@ class NativeRdma(ThreadedTransport):
                 raise _StaleError from None  # an idle connection, closed by the node at the same moment
             if isinstance(problem, ProtocolError):
                 raise IncompatibleError(
-                    f"{self.endpoint}: {op.key}: not an answer of a storage node", cause=str(problem)
+                    f"{self.endpoint}: {op.key}: not an answer of {self._talk.server}", cause=str(problem)
                 ) from problem
-            raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
+            raise self._talk.broken(op, problem) from problem
         except BaseException:
             self._drop()
             raise
@@ -225,35 +211,24 @@ class NativeRdma(ThreadedTransport):
         """One request and its answer; the error that the node answers with. Sets `over` when the answer means that
         nothing is in flight any more.
         """
-        name = f"{self._store.url}: {op.key}"
-        head = converse(connection, self._head(op, token), None)
+        connection.send(self._talk.head(op, token.text() if op.length else ""))
+        head = connection.read_head()
         if not 200 <= head.status < 300:
             body = connection.read_small(head)
             if body is None or not head.keep_alive:
                 self._drop()
             # a request that makes no sense was never begun; after other failures another server may still be at it
             over.over = head.status < 500
-            return refusal(self._store.url, op, head, body or b"")
+            return self._talk.refusal(op, head, body or b"")
+        name = f"{self._talk.url}: {op.key}"
         if op.kind == "read":
-            check_read(name, op, head)
-        check_empty(name, head)
+            check_placed(name, op, head)
+        elif head.status != 204:
+            check_empty(name, head)
         over.over = True
         if not head.keep_alive or connection.interrupted:
             self._drop()
         return None
-
-    def _head(self, op: Op, token: RcToken) -> bytes:
-        reads = op.kind == "read"
-        return self._route.head(
-            "GET" if reads else "PUT",
-            self._store.full_key(op.key),
-            span=(op.offset, op.offset + op.length - 1) if reads else None,
-            if_match=op.version if reads else None,
-            length=None if reads else 0,
-            rdma=token.text() if op.length else "",
-            rdma_header=self._settings.header,
-            plain=self._settings.plain,
-        )
 
     @contextlib.contextmanager
     def _severed_unless_over(self, op: Op, port: Port) -> Iterator[_Over]:
@@ -341,9 +316,9 @@ class NativeRdma(ThreadedTransport):
                 return connection, True
             self._drop()
         try:
-            connection = self._route.connect()
+            connection = self._talk.connect()
         except OSError as problem:
-            raise from_connection(self.endpoint, problem, doing=f"{op.kind} {op.key}") from problem
+            raise self._talk.broken(op, problem) from problem
         self._worker.connection = connection
         return connection, False
 
@@ -385,52 +360,3 @@ class NativeRdma(ThreadedTransport):
         landings, self._landings = self._landings, []
         for landing in landings:
             landing.close()
-
-
-def addresses_of(place: Place) -> list[str]:
-    """The IP addresses of an endpoint, of this host's own too when it is a loopback one. Empty when its name is not
-    known: then no request gets through either.
-    """
-    try:
-        found = {str(item[4][0]) for item in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)}
-    except OSError:
-        return []
-    if any(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in found):
-        found |= set(local_addresses())
-    return sorted(found)
-
-
-def _bare_store(store: Store, config: StoreConfig) -> NodeStore:
-    """The node's store inside whatever wraps it, so that the key file is read once."""
-    inner: object = store
-    while inner is not None and not isinstance(inner, NodeStore):
-        inner = getattr(inner, "inner", None)
-    return inner if inner is not None else NodeStore(parse_access(config))
-
-
-def open_transport(config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]) -> NativeRdma:
-    """Options: see spec.py. Raises UsageError, EnvError."""
-    check_names("native-rdma", options, _OPTIONS)
-    bare = _bare_store(store, config)
-    places = bare.access.places
-    place = places[0] if endpoint is None else parse_place(endpoint, tls=places[0].tls)
-    return NativeRdma(bare, place, parse_settings(options))
-
-
-def parse_settings(options: Mapping[str, str]) -> Settings:
-    """Raises UsageError, and EnvError where no device is usable."""
-    threads = number(options, "threads", 8, 1, 256)
-    dialect = choice(options, "dialect", ("scal", "s3"))
-    path = choice(options, "path", ("v1", "plain"))
-    arenas = choice(options, "memory", ("arena", "op")) == "arena"
-    try:
-        peers = tuple(ipaddress.ip_network(text) for text in _split(options.get("peers", "")))
-    except ValueError as problem:
-        raise UsageError(f"peers: {problem}", hint="write networks such as 10.0.0.0/8, comma-separated") from None
-    header = RDMA_HEADERS[0] if dialect == "scal" else RDMA_HEADERS[1]
-    rails = tuple(find_rails(_split(options.get("devices", ""))))
-    return Settings(threads, header, path == "plain", rails, peers, arenas)
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

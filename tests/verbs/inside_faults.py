@@ -23,7 +23,7 @@ from kvctl.transports.api import Completion, Op, Status, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl_verbs.regions import Region
 from kvctl_verbs.token import RcToken
-from kvctl_verbs.transport import NativeRdma
+from kvctl_verbs.transport import RdmaTransport
 from tests.node.rawhttp import Key, Raw
 
 IP = os.environ["LAB_ADDRESS"]
@@ -225,7 +225,7 @@ def test_cancelling_in_full_flight_ends_each_operation_once(
 def test_a_registration_that_ended_lets_nobody_in(node: NodeProcess, connect: Callable[..., Transport]) -> None:
     """A token from before, at a listener that is still there: the device refuses its rkey."""
     transport = connect(node)
-    assert isinstance(transport, NativeRdma)
+    assert isinstance(transport, RdmaTransport)
     buffer = HostBuffer(MIB)
     registration = transport.register(buffer)
     assert isinstance(registration, Region)

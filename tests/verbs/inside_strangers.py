@@ -4,6 +4,7 @@ the lab: tests/verbs/test_verbs_in_guests.py runs this file there.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import random
@@ -17,7 +18,15 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.addresses import StoreConfig
-from kvctl.core.errors import IncompatibleError, KvctlError, MemberDownError, SizeMismatchError, TransientError
+from kvctl.core.errors import (
+    AuthError,
+    IncompatibleError,
+    KvctlError,
+    MemberDownError,
+    SizeMismatchError,
+    TransientError,
+    VersionChangedError,
+)
 from kvctl.memory.arena import Arena
 from kvctl.testing.buffers import GUARD, GuardedBuffer
 from kvctl.testing.nodes import NodeProcess
@@ -172,6 +181,36 @@ def test_our_client_at_a_server_of_the_public_protocol(serve: Callable[..., Stor
     store.close()
     registration.close()
     transport.close()
+    buffer.close()
+
+
+def test_signed_requests_with_x_rdma_info(serve: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against an S3 server of a stranger's, which checks signatures by botocore."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "K")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S")
+    endpoint = serve("s3").url.replace("node://", "http://")
+    config = StoreConfig("s3://bucket", (endpoint,), {"region": "us-east-1"})
+    store = open_store(config)
+    assert choose("s3", "host").spec.name == "s3", "never without being asked for"
+    transport = open_transports(config, store, choose("s3", "host", "s3-rdma"), {})[0]
+    buffer = GuardedBuffer(2 * MIB)
+    version = hashlib.sha256(DATA).hexdigest()[:16]
+    read = Op(1, "read", "k", 4096, MIB, buffer, 100, version, len(DATA))
+    assert one(transport, read) == (Status.DONE, None)
+    assert buffer.view[100 : 100 + MIB] == DATA[4096 : 4096 + MIB]
+    assert one(transport, Op(2, "write", "new", 0, MIB, buffer, 100, object_size=MIB)) == (Status.DONE, None)
+    again = Op(3, "read", "new", 0, MIB, buffer, MIB - 100, None, MIB)
+    assert one(transport, again) == (Status.DONE, None)
+    assert buffer.view[MIB - 100 : 2 * MIB - 100] == DATA[4096 : 4096 + MIB]
+    status, error = one(transport, replace(read, id=4, version="other"))
+    assert (status, type(error)) == (Status.FAILED, VersionChangedError)
+    transport.close()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    unknown = open_transports(config, open_store(config), choose("s3", "host", "s3-rdma"), {})[0]
+    status, error = one(unknown, read)
+    assert (status, type(error)) == (Status.FAILED, AuthError)
+    unknown.close()
+    store.close()
     buffer.close()
 
 

@@ -115,11 +115,11 @@ class Stranger:
                 if self.connections >= self.accepts:
                     self.cm.rdma_reject(ident, None, 0)
                 else:
+                    self.connections += 1
                     init = QpInit(max_send_wr=1, max_recv_wr=1, max_send_sge=1, max_recv_sge=1, type=RC, signal_all=1)
                     assert self.cm.rdma_create_qp(ident, self.pd, byref(init)) == 0
                     param = Param(responder=16, initiator=16, retry=7, rnr_retry=7)
                     assert self.cm.rdma_accept(ident, byref(param)) == 0
-                    self.connections += 1
             self.cm.rdma_ack_cm_event(event)
 
     def token(self, offset: int, size: int, **other: int | str) -> str:

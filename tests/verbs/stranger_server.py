@@ -3,9 +3,10 @@ connection manager. Objects are files of a folder.
 
     python stranger_server.py FOLDER IP PORT [MODE]
 
-MODE `honest`; `overrun`: writes 4,096 bytes more than were asked for; `late`: does not answer before the file `go`
-appears beside the folder, then tries to write all the same, and notes in `late` how that went; `body`: ignores the
-token and sends a body; `short`: places and announces one byte less.
+MODE `honest`; `s3`: the same for signed requests to a bucket, with the token in `x-rdma-info`; `overrun`: writes 4,096
+bytes more than were asked for; `late`: does not answer before the file `go` appears beside the folder, then tries to
+write all the same, and notes in `late` how that went; `body`: ignores the token and sends a body; `short`: places and
+announces one byte less.
 """
 
 from __future__ import annotations
@@ -76,10 +77,31 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def file(self) -> str:
-        return os.path.join(FOLDER, re.sub("^/v1", "", self.path).strip("/"))
+        return os.path.join(FOLDER, re.sub("^/(v1|bucket)/", "", self.path).strip("/"))
+
+    @property
+    def token(self) -> str:
+        return str(self.headers.get("x-rdma-info" if MODE == "s3" else "x-scal-rdma", ""))
+
+    def is_signed(self) -> bool:
+        """Whether the signature is what botocore makes of the same request."""
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        names = re.search("SignedHeaders=([^,]+)", self.headers.get("authorization", ""))
+        if names is None:
+            return False
+        signed = {name: self.headers[name] for name in names[1].split(";")}
+        request = AWSRequest(self.command, f"http://{self.headers['host']}{self.path}", headers=signed)
+        request.context["timestamp"] = signed["x-amz-date"]
+        signer = S3SigV4Auth(Credentials("K", "S"), "s3", "us-east-1")
+        canonical = signer.canonical_request(request)
+        signature = signer.signature(signer.string_to_sign(request, canonical), request)
+        return str(self.headers["authorization"]).endswith(f"Signature={signature}")
 
     def move(self, data: bytes | None, size: int) -> bytes | None:
-        found = re.match(r"(.+):(\d+):0x(\w{16}):0x(\w{8}):0x(\w{8})$", self.headers["x-scal-rdma"])
+        found = re.match(r"(.+):(\d+):0x(\w{16}):0x(\w{8}):0x(\w{8})$", self.token)
         assert found
         ip, port, address, length, rkey = found.groups()
         assert int(length, 16) == (size or int(length, 16))
@@ -95,6 +117,9 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if MODE == "s3" and not self.is_signed():
+            self.answer(403, 0)
+            return
         try:
             with open(self.file, "rb") as file:
                 data = file.read()
@@ -112,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         if MODE == "short":
             part, last = part[:-1], last - 1
         span = f"bytes {first}-{last}/{len(data)}"
-        if "x-scal-rdma" not in self.headers or MODE == "body":
+        if not self.token or MODE == "body":
             self.answer(206, len(part), etag, span, part)
             return
         if MODE == "late":
@@ -135,10 +160,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(206, 0, etag, span)
 
     def do_PUT(self) -> None:
-        if "x-scal-rdma" in self.headers:
-            data = self.move(None, 0)
-        else:
-            data = self.rfile.read(int(self.headers["Content-Length"]))
+        if MODE == "s3" and not self.is_signed():
+            self.answer(403, 0)
+            return
+        data = self.move(None, 0) if self.token else self.rfile.read(int(self.headers["Content-Length"]))
         if data is None:
             self.answer(500, 0)
             return

@@ -22,7 +22,7 @@ from kvctl.transports.registry import probe as probe_spec
 from kvctl.transports.registry import transport_specs
 from kvctl.transports.wire import Head
 from kvctl_verbs import bindings, cm, sysfs
-from kvctl_verbs.answers import check_empty, check_read
+from kvctl_verbs.answers import check_empty, check_placed
 from kvctl_verbs.engine import parse_options
 from kvctl_verbs.policy import allowed
 from kvctl_verbs.probe import probe
@@ -97,7 +97,7 @@ def head(status: int = 206, body: bytes = b"", **headers: str) -> Head:
 def test_an_answer_counts_when_it_says_what_was_asked_for() -> None:
     buffer = HostBuffer(4096)
     op = Op(1, "read", "k", 10, 10, buffer, 0, "v1", 100)
-    check_read("n", op, head())
+    check_placed("n", op, head())
     check_empty("n", head())
     for wrong, kind in (
         (head(etag='"v2"'), VersionChangedError),
@@ -110,7 +110,7 @@ def test_an_answer_counts_when_it_says_what_was_asked_for() -> None:
         (head(content_range="bytes 10-14/15"), SizeMismatchError),
     ):
         with pytest.raises(kind):
-            check_read("n", op, wrong)
+            check_placed("n", op, wrong)
     for body in (head(content_length="10"), head(transfer_encoding="chunked"), head(body=b"x")):
         with pytest.raises(IncompatibleError, match="a body came"):
             check_empty("n", body)
