@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import RetryPolicy
@@ -19,6 +18,7 @@ from kvctl.transports.faults import FaultyStore
 from kvctl.transports.mem import MemStore, space
 from kvctl.transports.registry import open_store
 from kvctl.transports.retry import RetryStore
+from tests.transports.contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 QUICK = RetryPolicy(base=0.0001, cap=0.001, attempts=20)
 

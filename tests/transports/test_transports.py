@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import UsageError
@@ -20,6 +19,7 @@ from kvctl.transports.limit import LimitedTransport, TokenBucket
 from kvctl.transports.mem import MemStore, MemTransport
 from kvctl.transports.registry import choose, open_transports
 from kvctl.transports.retry import RetryStore
+from tests.transports.contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 
 class ReadOnlyMem(MemTransport):
