@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from kvctl.agent.client import AgentClient
 from kvctl.agent.target import SlotOptions, SlotTarget
 from kvctl.core.context import Context
-from kvctl.core.errors import KvctlError, NothingServesError, SwapFailedError
+from kvctl.core.errors import InterruptedRunError, KvctlError, NothingServesError, SwapFailedError
 from kvctl.transfer.report import Report
 from kvctl.weights.load import load_into
 from kvctl.weights.request import LoadRequest
-
-# usage, not found, incompatible, capacity, environment, interrupted: the error says it better than "the swap failed"
-_REFUSALS: Final = {2, 4, 8, 9, 10, 130}
 
 
 def load_slot(
@@ -30,7 +26,11 @@ def load_slot(
     load the same now (`HOST:PORT`); each byte is then read from the source by one of them.
     """
     slot = request.into.removeprefix("slot:")
-    target = SlotTarget(slot, replace(options or SlotOptions(), source=_source(request)), socket=socket)
+    return _load(request, SlotTarget(slot, options, socket=socket), peers, ctx)
+
+
+def _load(request: LoadRequest, target: SlotTarget, peers: Sequence[str], ctx: Context) -> Report:
+    target.options = replace(target.options, source=_source(request))
     if peers:
         from kvctl.agent.fanning import load_with_peers
 
@@ -54,18 +54,19 @@ def swap_slot(
     """Load the next generation beside the one that serves, verify it, and let it serve. Who is attached keeps the old
     one until he attaches again; it is freed with its last lease, or kept (`keep_previous`).
 
-    Raises IncompatibleError before anything is reserved when names, dtypes or shapes differ; SwapFailedError when
-    the old one still serves, NothingServesError when it was freed first (`evict_first`).
+    What is refused before anything has changed is raised as it is (IncompatibleError for other names, dtypes or
+    shapes, CapacityError, ..); after that SwapFailedError when the old one still serves, NothingServesError when it
+    was freed first (`evict_first`).
     """
-    chosen = replace(options or SlotOptions(), swap=True)
+    target = SlotTarget(slot, replace(options or SlotOptions(), swap=True), socket=socket)
     try:
-        report = load_slot(replace(request, into=f"slot:{slot}"), ctx, options=chosen, peers=peers, socket=socket)
+        report = _load(replace(request, into=f"slot:{slot}"), target, peers, ctx)
     except KvctlError as error:
         serves = _serves(slot, socket)
-        # refused before anything changed, unless the old one had to go first
-        if error.exit_code in _REFUSALS and (serves or not chosen.evict_first):
-            raise
-        raise _failed(slot, error, serves=serves) from error
+        began = bool(target.ident) and not isinstance(error, InterruptedRunError)
+        if began or (target.options.evict_first and not serves):
+            raise _failed(slot, error, serves=serves) from error
+        raise
     report.command = "swap"
     return report
 

@@ -88,7 +88,6 @@ class Generation:
 @dataclass(slots=True)
 class _Slot:
     name: str
-    numbers: int = 0
     current: Generation | None = None
     previous: Generation | None = None
     loading: Generation | None = None
@@ -136,6 +135,7 @@ class Slots:
         self._clock = clock
         self._linger = linger
         self._slots: dict[str, _Slot] = {}
+        self._numbers: dict[str, int] = {}  # of generations so far, also of slots that are gone
         self._lock = threading.RLock()
 
     # -- loading -------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class Slots:
                 raise NotFoundError(f"slot {ask.slot} holds nothing to swap", hint=f"load it: --into slot:{ask.slot}")
             self._make_room(ask, sum(file.size for file in ask.files))
             slot = self._slots.setdefault(ask.slot, _Slot(ask.slot))
-            slot.numbers += 1
+            number = self._numbers[ask.slot] = self._numbers.get(ask.slot, 0) + 1
             made = Generation(
-                ask.slot, slot.numbers, f"g{slot.numbers}-{secrets.token_hex(6)}", ask.fingerprint, ask.source,
+                ask.slot, number, f"g{number}-{secrets.token_hex(6)}", ask.fingerprint, ask.source,
                 ask.files, holder, dict(ask.facts), used=self._clock(),
             )  # fmt: skip
             slot.loading = made

@@ -1,0 +1,213 @@
+"""Swaps of a slot: the next generation beside the serving one, flips, failures, rollbacks, and many of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from kvctl.agent.load import rollback_slot, swap_slot
+from kvctl.agent.target import SlotOptions
+from kvctl.core.context import Context
+from kvctl.core.errors import (
+    CapacityError,
+    ConflictError,
+    EnvError,
+    IncompatibleError,
+    NotFoundError,
+    NothingServesError,
+    SwapFailedError,
+)
+from kvctl.testing.models import LlamaShape, write_llama
+from kvctl.transfer.report import Report
+from kvctl.weights.request import LoadRequest
+from tests.agent.agents import AgentProcess, eventually, kvctl, python, read_slot, same_files
+from tests.agent.conftest import Start
+from tests.agent.test_agent_slots import load
+
+READER = """
+import os, sys, xxhash
+from kvctl.agent.client import AgentClient
+client = AgentClient(label="reader")
+while True:
+    opened = client.open("m")
+    for file in opened.files:
+        if file.name == "model.safetensors":
+            first = xxhash.xxh3_64_hexdigest(os.pread(file.fd, file.size, 0))
+            again = xxhash.xxh3_64_hexdigest(os.pread(file.fd, file.size, 0))
+            print(first, again, flush=True)
+        os.close(file.fd)
+    client.call("release", ident=opened.ident)
+"""
+
+
+def swap(agent: AgentProcess, source: Path, options: SlotOptions | None = None, digests: str | None = None) -> Report:
+    request = LoadRequest(str(source), digests=digests)
+    return swap_slot("m", request, Context(), options=options, socket=agent.socket)
+
+
+def states(agent: AgentProcess) -> list[tuple[int, str]]:
+    return [(item["generation"], item["state"]) for item in agent.ls("m")]
+
+
+def test_who_is_attached_keeps_the_old_generation_and_it_is_freed_with_its_last_lease(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    old, new = write_llama(str(tmp_path / "1")), write_llama(str(tmp_path / "2"), seed=2)
+    load(agent, tmp_path / "1")
+    with agent.client() as client:
+        opened = client.open("m")
+        report = swap(agent, tmp_path / "2")
+        assert (report.command, report.extra["slot"]["generation"]) == ("swap", 2)
+        assert states(agent) == [(1, "draining"), (2, "ready")]
+        for file in opened.files:
+            assert os.pread(file.fd, file.size, 0) == old[file.name]
+            os.close(file.fd)
+        assert same_files(read_slot(agent, "m"), new)
+    eventually(lambda: states(agent) == [(2, "ready")], "the old generation is freed")
+
+
+def test_a_kept_generation_serves_again_after_a_rollback(agent: AgentProcess, tmp_path: Path) -> None:
+    old, new = write_llama(str(tmp_path / "1")), write_llama(str(tmp_path / "2"), seed=2)
+    load(agent, tmp_path / "1")
+    with pytest.raises(NotFoundError, match="no generation to go back to"):
+        rollback_slot("m", socket=agent.socket)
+    swap(agent, tmp_path / "2", SlotOptions(keep_previous=True))
+    assert states(agent) == [(1, "previous"), (2, "ready")]
+    assert rollback_slot("m", socket=agent.socket)["generation"] == 1
+    assert same_files(read_slot(agent, "m"), old)
+    rollback_slot("m", socket=agent.socket)
+    assert same_files(read_slot(agent, "m"), new)
+    assert kvctl("agent", "unload", "m", "--previous", socket=agent.socket, state=tmp_path)[0] == 0
+    assert states(agent) == [(2, "ready")]
+
+
+def test_other_shapes_are_refused_before_anything_is_reserved(agent: AgentProcess, tmp_path: Path) -> None:
+    write_llama(str(tmp_path / "1"))
+    write_llama(str(tmp_path / "2"), LlamaShape(layers=3))
+    load(agent, tmp_path / "1")
+    used = agent.used()
+    with pytest.raises(IncompatibleError, match=r"tensor model\.layers\.2\."):
+        swap(agent, tmp_path / "2")
+    assert agent.used() == used
+    assert states(agent) == [(1, "ready")]
+
+
+def test_an_empty_slot_has_nothing_to_swap(agent: AgentProcess, tmp_path: Path) -> None:
+    write_llama(str(tmp_path / "1"))
+    with pytest.raises(NotFoundError):
+        swap(agent, tmp_path / "1")
+
+
+def wrong_digests(tmp_path: Path, model: str, other: str) -> str:
+    """A digests file that the model does not match: its load fails after all bytes have moved."""
+    path = tmp_path / "wrong.json"
+    assert kvctl("models", "digest", str(tmp_path / other), "--out", str(path), socket="", state=tmp_path)[0] == 0
+    return str(path)
+
+
+def test_a_swap_that_fails_while_loading_leaves_the_old_weights_serving(agent: AgentProcess, tmp_path: Path) -> None:
+    old = write_llama(str(tmp_path / "1"))
+    write_llama(str(tmp_path / "2"), seed=2)
+    load(agent, tmp_path / "1")
+    digests = wrong_digests(tmp_path, "2", "1")
+    with pytest.raises(SwapFailedError, match="the old weights serve") as caught:
+        swap(agent, tmp_path / "2", digests=digests)
+    assert caught.value.details["code"] == "integrity"
+    eventually(lambda: states(agent) == [(1, "ready")], "what landed is freed")
+    assert same_files(read_slot(agent, "m"), old)
+
+
+def test_the_new_generation_can_be_read_by_name_before_it_serves_and_an_engine_may_refuse_it(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    old, new = write_llama(str(tmp_path / "1")), write_llama(str(tmp_path / "2"), seed=2)
+    load(agent, tmp_path / "1")
+    seen: list[bool] = []
+
+    def drive(ident: str) -> None:
+        seen.append(same_files(read_slot(agent, "m", ident), new) and same_files(read_slot(agent, "m"), old))
+        raise EnvError("the engine did not take the weights")
+
+    with pytest.raises(SwapFailedError, match="the old weights serve: the engine did not take"):
+        swap(agent, tmp_path / "2", SlotOptions(before_flip=drive))
+    assert seen == [True]
+    eventually(lambda: states(agent) == [(1, "ready")], "the refused generation is freed")
+
+
+def test_where_two_do_not_fit_the_old_one_goes_first_only_when_asked(start: Start, tmp_path: Path) -> None:
+    agent = start(memory="2MB")
+    for number in (1, 2, 3):
+        write_llama(str(tmp_path / str(number)), seed=number)
+    load(agent, tmp_path / "1")
+    with pytest.raises(CapacityError, match="does not fit") as caught:
+        swap(agent, tmp_path / "2")
+    assert "--evict-first" in str(caught.value.hint)
+    with agent.client() as client:
+        opened = client.open("m")
+        for file in opened.files:
+            os.close(file.fd)
+        with pytest.raises(ConflictError, match="in use"):
+            swap(agent, tmp_path / "2", SlotOptions(evict_first=True))
+    eventually(lambda: agent.ls("m")[0]["leases"] == 0, "the lease ends")
+    swap(agent, tmp_path / "2", SlotOptions(evict_first=True))
+    assert states(agent) == [(2, "ready")]
+    digests = wrong_digests(tmp_path, "3", "1")
+    with pytest.raises(NothingServesError, match="nothing serves"):
+        swap(agent, tmp_path / "3", SlotOptions(evict_first=True), digests=digests)
+    eventually(lambda: agent.ls() == [], "nothing is left")
+
+
+def test_fifty_swaps_with_readers_that_come_and_are_killed(agent: AgentProcess, tmp_path: Path) -> None:
+    chance = random.Random(6)
+    digests = set()
+    for seed in (0, 1, 2):
+        files = write_llama(str(tmp_path / str(seed)), LlamaShape(layers=1, hidden=64), seed=seed)
+        digests.add(xxhash.xxh3_64_hexdigest(files["model.safetensors"]))
+    load(agent, tmp_path / "0")
+    one = agent.used()
+    descriptors = Path(f"/proc/{agent.process.pid}/fd")
+    idle = len(list(descriptors.iterdir()))
+    readers = [python(READER, agent.socket) for _ in range(2)]
+    reads = 0
+    try:
+        for number in range(1, 51):
+            options = SlotOptions(keep_previous=chance.random() < 0.3)
+            swap(agent, tmp_path / str(number % 3), options)
+            if chance.random() < 0.2:
+                rollback_possible = any(state == "previous" for _, state in states(agent))
+                if rollback_possible:
+                    rollback_slot("m", socket=agent.socket)
+                    rollback_slot("m", socket=agent.socket)
+            reader = chance.choice(readers)
+            assert reader.stdout is not None
+            for _ in range(3):
+                first, again = reader.stdout.readline().split()
+                assert first == again
+                assert first in digests
+                reads += 1
+            if chance.random() < 0.2:
+                readers.remove(reader)
+                with reader.stdout:
+                    reader.kill()
+                    reader.wait()
+                if reader.stdin is not None:
+                    reader.stdin.close()
+                readers.append(python(READER, agent.socket))
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+            for stream in (reader.stdin, reader.stdout):
+                if stream is not None:
+                    stream.close()
+    assert reads == 150
+    eventually(lambda: all(item["leases"] == 0 for item in agent.ls("m")), "all leases end")
+    if any(state == "previous" for _, state in states(agent)):
+        assert kvctl("agent", "unload", "m", "--previous", socket=agent.socket, state=tmp_path)[0] == 0
+    eventually(lambda: agent.used() == one, "one generation is left")
+    eventually(lambda: len(list(descriptors.iterdir())) <= idle, "no descriptor leaked")
+    assert agent.ls("m")[0]["generation"] == 51
