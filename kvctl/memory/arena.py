@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from kvctl.memory.buffers import PAGE, HostBuffer, round_up
+from kvctl.memory.buffers import PAGE, Buffer, HostBuffer, round_up
 
 
 class Arena:
     """`slots` slots of at least `slot_bytes` each, page-aligned, with room for a destination that is congruent
-    with its source modulo 4 KiB. Thread-safe. Owns its buffer."""
+    with its source modulo 4 KiB. Thread-safe. Owns its buffer, which `make` allocates: pinned memory, for a GPU."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, slots: int, slot_bytes: int, make: Callable[[int], Buffer] = HostBuffer) -> None:
+        self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = round_up(slot_bytes) + PAGE
-        self.buffer = HostBuffer(slots * self._stride)
+        self.buffer = make(slots * self._stride)
         # the last one freed is the next one used: its pages are in the cache
         self._free = list(range(slots))
         self._lock = threading.Lock()

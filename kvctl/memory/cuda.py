@@ -5,14 +5,17 @@ Without a GPU, or without torch, everything here raises one EnvError that says w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from kvctl.core.errors import CapacityError, EnvError, UsageError
+from kvctl.core.units import format_size
+from kvctl.memory.buffers import Buffer
 
 if TYPE_CHECKING:
     import torch
 
-SLOT: Final = 32 << 20  # bytes of one pinned staging slot
+    from kvctl.memory.devices import Event, Span
 
 
 def require(device: str) -> Any:  # Any: the torch module
@@ -45,7 +48,11 @@ class PinnedBuffer:
         try:
             self.tensor: torch.Tensor = lib.empty(nbytes, dtype=lib.uint8, pin_memory=True)
         except RuntimeError as error:
-            raise CapacityError(f"cannot pin {nbytes} bytes of host memory", cause=str(error)) from error
+            raise CapacityError(
+                f"cannot pin {nbytes} bytes of host memory",
+                cause=str(error).splitlines()[0],
+                hint="raise the limit of locked memory (ulimit -l), or lower --max-in-flight",
+            ) from error
         self.view = memoryview(self.tensor.numpy())
 
     @property
@@ -53,40 +60,111 @@ class PinnedBuffer:
         return int(self.tensor.data_ptr())
 
     def close(self) -> None:
-        self.view.release()
+        try:
+            self.view.release()
+        except BufferError:
+            return  # a view of it is still out: it lives as long as that
+        self.tensor = self.tensor[:0].clone()
 
 
-def copy_to_device(source: memoryview, device: str) -> torch.Tensor:
-    """A uint8 tensor on `device` with the bytes of `source`, copied through two pinned slots so that filling one
-    overlaps the transfer of the other. A slot is reused only after its event.
-    """
-    lib = require(device)
-    total = len(source)
-    try:
-        target = lib.empty(total, dtype=lib.uint8, device=device)
-    except lib.cuda.OutOfMemoryError as error:
-        raise CapacityError(
-            f"{device} has no room for {total} bytes", cause=str(error).splitlines()[0], hint="free memory on the GPU"
-        ) from error
-    slots = [PinnedBuffer(min(SLOT, max(1, total)), device) for _ in range(2)]
-    stream = lib.cuda.Stream(device=device)
-    events: list[torch.cuda.Event | None] = [None, None]
-    try:
-        for number, start in enumerate(range(0, total, SLOT)):
-            slot = number % 2
-            waiting = events[slot]
-            if waiting is not None:
-                waiting.synchronize()
-            size = min(SLOT, total - start)
-            slots[slot].view[:size] = source[start : start + size]
-            with lib.cuda.stream(stream):
-                target[start : start + size].copy_(slots[slot].tensor[:size], non_blocking=True)
-                done = lib.cuda.Event()
-                done.record(stream)
-            events[slot] = done
-        stream.synchronize()
-    finally:
-        for buffer in slots:
-            buffer.close()
-    result: torch.Tensor = target
-    return result
+class CudaBuffer:
+    """Memory of a GPU, as one uint8 tensor. The CPU cannot look at it: paths that write to it use `address`."""
+
+    kind = "cuda"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = int(tensor.numel())
+
+    @property
+    def view(self) -> memoryview:
+        raise TypeError("memory of a GPU has no view")
+
+    @property
+    def address(self) -> int:
+        return int(self.tensor.data_ptr())
+
+    def close(self) -> None:
+        # whoever holds a tensor over it keeps it
+        self.tensor = self.tensor[:0].clone()
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:  # an error of CUDA is told by whoever asks next
+            raise EnvError("a copy to the GPU failed", cause=str(error).splitlines()[0]) from error
+
+
+class CudaDevice:
+    """See `kvctl.memory.devices.Device`: one side stream, in whose order all copies happen."""
+
+    memory_kind = "cuda"
+    staging_kind = "pinned"
+
+    def __init__(self, name: str) -> None:
+        self._lib = require(name)
+        index = int(name.partition(":")[2] or self._lib.cuda.current_device())
+        self.name = f"cuda:{index}"
+        self._stream: torch.cuda.Stream = self._lib.cuda.Stream(device=index)
+
+    def allocate(self, nbytes: int) -> CudaBuffer:
+        lib = self._lib
+        try:
+            tensor = lib.empty(nbytes, dtype=lib.uint8, device=self.name)
+        except lib.cuda.OutOfMemoryError as error:
+            free, total = lib.cuda.mem_get_info(self.name)
+            raise CapacityError(
+                f"{self.name} has no room for {format_size(nbytes)}",
+                cause=f"{format_size(free)} of {format_size(total)} are free",
+                hint="free memory on the GPU, or load on more devices (--tp-size)",
+            ) from error
+        # the allocator may give memory that work queued before still uses
+        self._stream.wait_stream(lib.cuda.current_stream(self.name))
+        return CudaBuffer(tensor)
+
+    def staging(self, nbytes: int) -> PinnedBuffer:
+        return PinnedBuffer(nbytes, self.name)
+
+    def copy_async(self, source: Buffer, target: Buffer, span: Span) -> Event:
+        if not isinstance(source, PinnedBuffer) or not isinstance(target, CudaBuffer):
+            raise TypeError("copies go from pinned memory to the GPU's")
+        lib = self._lib
+        flat = source.tensor[span.source : span.source + span.source_bytes]
+        with lib.cuda.stream(self._stream):
+            if span.rows == 1:
+                target.tensor[span.target : span.target + span.row_bytes].copy_(flat, non_blocking=True)
+            else:
+                # in one piece over the bus, and apart on the GPU: a copy per row would cost a launch each
+                landed = flat.to(self.name, non_blocking=True)
+                shape = (span.rows, span.row_bytes)
+                rows = landed.as_strided(shape, (span.source_stride, 1))
+                place = target.tensor.as_strided(shape, (span.target_stride, 1), span.target)
+                place.copy_(rows, non_blocking=True)
+            # blocking: whoever waits sleeps, and the CPU reads and verifies meanwhile
+            event = lib.cuda.Event(blocking=True)
+            event.record(self._stream)
+        return _CudaEvent(event)
+
+    def read_back(self, source: Buffer, offset: int, view: memoryview) -> None:
+        if not isinstance(source, CudaBuffer):
+            raise TypeError("only the GPU's memory is read back")
+        lib = self._lib
+        self._stream.synchronize()
+        if not len(view):
+            return
+        lib.frombuffer(view, dtype=lib.uint8).copy_(source.tensor[offset : offset + len(view)])
+
+    def finish(self) -> None:
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise EnvError(f"copies to {self.name} failed", cause=str(error).splitlines()[0]) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a broken GPU was told where it broke
+            self._stream.synchronize()

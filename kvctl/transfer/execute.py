@@ -586,6 +586,8 @@ class Executor:
     def _destination(self, state: _State) -> memoryview:
         task = state.task
         if task.buffer is not None:
+            if task.buffer.kind == "cuda":
+                return memoryview(b"")  # out of the CPU's reach: whoever wants to look reads it back
             return task.buffer.view[task.buffer_offset : task.buffer_offset + task.length]
         if self._arena is None or state.slot is None:
             raise AssertionError("no slot")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import EnvError, UsageError
-from kvctl.memory import cuda
+from kvctl.memory.cuda import CudaBuffer
 from kvctl.transfer.report import Report
 from kvctl.weights.dtypes import DTYPES, torch_shape
 from kvctl.weights.load import Loaded, load_into, plan_load
@@ -47,7 +47,7 @@ def load_weights(
     request = _request(url, repo, version, tp_rank, tp_size, options)
     _, loaded = load_into(replace(request, device=device), MemoryTarget(), ctx or Context())
     assert loaded is not None
-    return dict(_tensors(loaded, device))
+    return dict(_tensors(loaded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Model:
         """All tensors, and the report of the load."""
         report, loaded = load_into(self.request, MemoryTarget(), self.ctx)
         assert loaded is not None
-        return dict(_tensors(loaded, self.request.device)), report
+        return dict(_tensors(loaded)), report
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor), in the source's order. The pairs can be kept: their bytes never change."""
@@ -123,7 +123,7 @@ def _request(
         raise UsageError(str(error)) from error
 
 
-def _tensors(loaded: Loaded, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(loaded: Loaded) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         import torch
     except ImportError as error:
@@ -139,23 +139,26 @@ def _tensors(loaded: Loaded, device: str) -> Iterator[tuple[str, torch.Tensor]]:
                 f"this torch has no dtype {DTYPES[tensor.dtype].torch} (tensor {tensor.name})",
                 hint="install a newer torch",
             )
+        if tensor.output not in memory:
+            memory[tensor.output] = _memory(landing)
+        flat = memory[tensor.output]
         size = tensor.end - tensor.start
         if size == 0:
-            value = torch.empty(torch_shape(DTYPES[tensor.dtype], tensor.shape), dtype=dtype)
+            value = torch.empty(torch_shape(DTYPES[tensor.dtype], tensor.shape), dtype=dtype, device=flat.device)
         else:
             # a view of the load's memory; bytes first, since an offset need not suit the dtype's alignment
-            if tensor.output not in memory:
-                memory[tensor.output] = _memory(landing, device)
-            value = _as_dtype(memory[tensor.output][start : start + size], dtype, tensor)
-        yield tensor.name, value.to(device) if size == 0 else value
+            value = _as_dtype(flat[start : start + size], dtype, tensor)
+        yield tensor.name, value
 
 
-def _memory(landing: Landing, device: str) -> torch.Tensor:
-    """The landing's bytes as one tensor where they are wanted: host memory as it is, a GPU through pinned slots."""
+def _memory(landing: Landing) -> torch.Tensor:
+    """The landing's bytes as one tensor, where they are: on a GPU, or in host memory."""
     import torch
 
-    if device != "cpu":
-        return cuda.copy_to_device(landing.buffer.view, device)
+    if isinstance(landing.buffer, CudaBuffer):
+        return landing.buffer.tensor
+    if not landing.buffer.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(landing.buffer.view, dtype=torch.uint8)
 
 

@@ -4,7 +4,7 @@ while the one before is hashed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -84,16 +84,25 @@ def check_digests(found: list[TensorDigest], required: DigestsFile, where: str) 
 
 
 def check_landed(
-    tensors: tuple[LoadedTensor, ...], landings: tuple[Landing, ...], required: DigestsFile, where: str
+    tensors: tuple[LoadedTensor, ...],
+    landings: tuple[Landing, ...],
+    required: DigestsFile,
+    where: str,
+    look: Callable[[Landing, int, int], memoryview] | None = None,
 ) -> int:
-    """Compare what landed in memory with the required digests; returns the bytes hashed. Raises IntegrityError."""
+    """Compare what landed in memory with the required digests; returns the bytes hashed. `look` gives bytes
+    [start, end) of a data section, where the CPU cannot see the landing. Raises IntegrityError.
+    """
     by_name = required.by_name()
     _check_names({tensor.name for tensor in tensors}, by_name, where)
     total = 0
     for tensor in tensors:
         landing = landings[tensor.output]
-        start = landing.data_start + tensor.start
-        data = landing.buffer.view[start : start + tensor.end - tensor.start]
+        if look is None:
+            start = landing.data_start + tensor.start
+            data = landing.buffer.view[start : start + tensor.end - tensor.start]
+        else:
+            data = look(landing, tensor.start, tensor.end)
         digest = TensorDigest(tensor.name, tensor.dtype, tensor.shape, _digest(tensor, data))
         data.release()
         _check_one(digest, by_name[tensor.name], where)

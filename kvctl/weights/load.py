@@ -23,9 +23,9 @@ from kvctl.core.errors import (
     UsageError,
 )
 from kvctl.core.units import MIB
-from kvctl.memory import cuda
 from kvctl.memory.arena import Arena
 from kvctl.memory.budget import staging_budget
+from kvctl.memory.buffers import HostBuffer, address_of
 from kvctl.repo.chunks import digest_of, verify_leaves
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, open_lanes
@@ -37,12 +37,14 @@ from kvctl.weights.digesting import check_digests, check_landed, hash_source
 from kvctl.weights.digests import DigestsFile, parse_digests
 from kvctl.weights.from_files import PlainModel
 from kvctl.weights.from_repo import RepoModel
+from kvctl.weights.ondevice import DeviceTarget, direct_or_not, on_device
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, gather, scatter
 from kvctl.weights.targets import Landing, Target, checksum_of, make_target, opened
 
 STAGING: Final = 256 * MIB
+DEVICE_WAITERS: Final = 2
 
 
 def plan_load(request: LoadRequest, ctx: Context) -> LoadPlan:
@@ -70,13 +72,7 @@ class Loaded:
 def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Report, Loaded | None]:
     """Load into a target; the second value is set when it keeps memory of this process."""
     watch = Stopwatch()
-    if request.device != "cpu":
-        cuda.require(request.device)
-        if request.into != "memory":
-            raise UsageError(
-                f"--into {request.into} keeps weights in host memory or files, not on {request.device}",
-                hint="use the Python API (kvctl.load_weights) for tensors on a GPU, or --device cpu",
-            )
+    target = on_device(target, request.device, request.into)
     report = Report("load-weights", source=request.address, target=target.name)
     with open_weights(request, ctx) as source:
         plan = source.plan()
@@ -94,8 +90,8 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
                 watch.ready()
                 watch.stop(report)
                 return report, None
-            landings = target.landings
-            if required is not None and landings is None and isinstance(source, PlainModel):
+            device = isinstance(target, DeviceTarget)
+            if required is not None and target.landings is None and isinstance(source, PlainModel) and not device:
                 _verify_stream(source, required, report, watch, ctx)
                 return report, None
             try:
@@ -107,11 +103,15 @@ def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Repor
                 report.notes.append("the repo's members changed while loading: the rest was looked up again")
                 plan = source.plan()
                 _move(request, source, plan, target, report, ctx, watch)
-            if required is not None and landings is not None:
-                report.verified = Verification(
-                    "full", "", check_landed(plan.tensors, tuple(landings), required, plan.source)
-                )
+            if required is not None:
+                if isinstance(target, DeviceTarget):
+                    checked = check_landed(plan.tensors, tuple(target.placed), required, plan.source, target.look)
+                    report.verified = Verification("full", f"read back from {target.name}", checked)
+                elif target.landings is not None:
+                    checked = check_landed(plan.tensors, tuple(target.landings), required, plan.source)
+                    report.verified = Verification("full", "", checked)
             target.publish()
+            landings = target.landings
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return report, (Loaded(plan, landings) if landings is not None else None)
@@ -178,6 +178,9 @@ class _Loading:
         self.report = report
         self.ctx = ctx
         self.clock = StageClock()
+        self.device = target if isinstance(target, DeviceTarget) else None
+        self.direct = False  # transports write into the device's own memory
+        self.staging: Arena | None = None
         self.data = [landing.buffer.view[landing.data_start :] for landing in target.landings or ()]
         self.verified_bytes = 0
         self.digested_bytes = 0
@@ -189,6 +192,7 @@ class _Loading:
             name = "auto" if failed else self.request.transport
             lanes = open_lanes(
                 self.source.members,
+                memory_kind=self._memory_kind(name, failed),
                 transport=name,
                 options={} if failed else self.request.transport_options,
                 max_rate=self.request.max_rate,
@@ -209,23 +213,37 @@ class _Loading:
                 entry.fallback = "; ".join(f"{name}: {why}" for name, why in failed.items())
             return
 
+    def _memory_kind(self, transport: str, failed: Mapping[str, str]) -> str:
+        """What the transports land in: host memory, a device's staging slots, or its own memory where one can."""
+        if self.device is None:
+            return "host"
+        device = self.device.device
+        schemes = [member.config.scheme for member in self.source.members]
+        self.direct, why = direct_or_not(device, schemes, self.plan.runs, transport, failed)
+        if self.direct:
+            return device.memory_kind
+        self.report.notes.append(f"{device.name} is reached through {device.staging_kind} staging slots: {why}")
+        return device.staging_kind
+
     def _another(self, lanes: LaneSet, failed: Mapping[str, str]) -> bool:
+        kind = "host" if self.device is None else self.device.device.staging_kind
         try:
             for member in self.source.members:
-                choose(member.config.scheme, "host", failed=failed)
+                choose(member.config.scheme, kind, failed=failed)
         except EnvError:
             return False
         return bool(lanes.choices)
 
     def _attempt(self, lanes: LaneSet, watch: Stopwatch) -> None:
         report, plan = self.report, self.plan
-        workers = min(4, os.cpu_count() or 1)
+        # those that wait for a device's copies keep no CPU busy
+        workers = min(4, os.cpu_count() or 1) + (DEVICE_WAITERS if self.device is not None else 0)
         arena: Arena | None = None
         try:
             runs = self._still_to_do()
             staged = [run for run in runs.values() if self._staged(run)]
             if staged:
-                arena = self._arena(lanes, max(run.length for run in staged))
+                self.staging = arena = self._arena(lanes, max(run.length for run in staged))
             tasks = [self._task(number, run) for number, run in runs.items()]
             watch.ready()
             self.ctx.progress.begin("loading", sum(run.length for run in runs.values()))
@@ -234,7 +252,8 @@ class _Loading:
                 self.ctx,
                 arena=arena,
                 budget=self.request.max_in_flight_bytes,
-                hedge=self.request.hedge,
+                # a hedge's copy is made by the CPU, which does not reach into a device
+                hedge=self.request.hedge and not self.direct,
                 finishers=workers,
                 max_rate=self.request.max_rate,
             )
@@ -248,13 +267,16 @@ class _Loading:
         finally:
             self.ctx.progress.end()
             lanes.close()
+            self.staging = None
             if arena is not None:
                 arena.close()
         done = executor.stats.bytes
         report.fetched = done
         report.needed = sum(run.needed for run in runs.values())
         report.bytes = plan.needed_bytes
-        report.misaligned_bytes = sum(run.length for run in staged if self.target.landings is not None)
+        report.misaligned_bytes = sum(run.length for run in staged if run.dest is None and self._keeps)
+        if self.device is not None:
+            report.extra["device"] = self._device_report(arena)
         report.verified = self._verification()
 
     def release(self) -> None:
@@ -262,14 +284,34 @@ class _Loading:
         for view in self.data:
             view.release()
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether bytes land anywhere."""
+        return self.device is not None or self.target.landings is not None
+
     def _staged(self, run: Run) -> bool:
+        if self.device is not None:
+            return not self.direct
         return run.dest is None or self.target.landings is None
 
     def _arena(self, lanes: LaneSet, longest: int) -> Arena:
         in_flight = sum(lane.max_window for lane in lanes.lanes) + 4
         wanted = self.request.max_in_flight_bytes or STAGING
         slots = max(2, min(in_flight, staging_budget(wanted) // longest))
-        return Arena(slots, longest)
+        return Arena(slots, longest, HostBuffer if self.device is None else self.device.device.staging)
+
+    def _device_report(self, arena: Arena | None) -> dict[str, object]:
+        """How the device was reached: JSON."""
+        assert self.device is not None
+        device = self.device.device
+        if arena is None:
+            return {"name": device.name, "way": "transports wrote into its memory"}
+        return {
+            "name": device.name,
+            "way": f"{device.staging_kind} slots",
+            "slots": arena.slots,
+            "slot_bytes": arena.slot_bytes,
+        }
 
     def _task(self, number: int, run: Run) -> Task:
         landings = self.target.landings
@@ -283,9 +325,8 @@ class _Loading:
             return Task(
                 run.places, run.offset, run.length, object_size=run.object_size, on_bytes=on_bytes if finish else None
             )
-        assert landings is not None
         assert run.dest is not None
-        landing = landings[run.output]
+        landing = self.device.placed[run.output] if self.device is not None else (landings or ())[run.output]
         return Task(
             run.places,
             run.offset,
@@ -298,16 +339,36 @@ class _Loading:
 
     @property
     def _forgets(self) -> bool:
-        return self.target.name in {"none", "memory"}
+        return self.target.name in {"none", "memory"} or self.device is not None
 
     def _land(self, number: int, run: Run, view: memoryview) -> None:
         """Verify what arrived, put it where it belongs, note it. On a finisher thread."""
+        if self.device is not None:
+            self._land_on(self.device, run, view)
+            return
         self._verify(run, view)
         if self.data and run.dest is None:
             with self.clock.timed("copy"):
                 scatter(view, run.pieces, self.data)
         if not self._forgets:
             self.target.record(number, checksum_of(view))
+
+    def _land_on(self, device: DeviceTarget, run: Run, view: memoryview) -> None:
+        """From the slot that `view` is to the device; or, where it was written there, back for verification. The slot
+        is used again when this returns: after the copies' events.
+        """
+        if self.direct:
+            with self.clock.timed("read back"):
+                held = device.read_back(run)
+            try:
+                self._verify(run, held.view)
+            finally:
+                held.close()
+            return
+        self._verify(run, view)
+        assert self.staging is not None
+        with self.clock.timed("copy"):
+            device.copy(self.staging.buffer, address_of(view) - self.staging.buffer.address, run)
 
     def _verify(self, run: Run, view: memoryview) -> None:
         if run.leaves is None or self.request.verify == "none":
