@@ -187,41 +187,59 @@ class Connection:
 
     def read_body(self, head: Head, view: memoryview) -> int:
         """Fill `view` with the body; the number of bytes that came, fewer only when the server ended it."""
-        got = min(len(head.rest), len(view))
-        view[:got] = head.rest[:got]
-        if self._tls is None:
-            return self._read_plain(view, got)
-        while got < len(view):
-            count = self._raw.recv_into(view[got:], len(view) - got)
+        return self.read_parts(head, (view,))
+
+    def read_parts(self, head: Head, views: Sequence[memoryview]) -> int:
+        """As `read_body`, into several views in turn."""
+        left = [view for view in views if len(view)]
+        wanted = sum(len(view) for view in left)
+        rest, to_come = memoryview(head.rest), wanted
+        while rest and left:
+            count = min(len(rest), len(left[0]))
+            left[0][:count] = rest[:count]
+            rest = rest[count:]
+            to_come -= count
+            advance(left, count)
+        return wanted - (self._fill(left, to_come) if self._tls is None else self._fill_by_records(left, to_come))
+
+    def _fill_by_records(self, left: list[memoryview], to_come: int) -> int:
+        """Fill `left`, which measures `to_come` bytes; how many of them did not come."""
+        while left:
+            count = self._raw.recv_into(left[0])
             if count == 0:
                 break
-            got += count
-        return got
+            to_come -= count
+            advance(left, count)
+        return to_come
 
-    def _read_plain(self, view: memoryview, got: int) -> int:
-        """Fill `view` from `got` on. Raises OSError (BlockingIOError: nothing came for the timeout)."""
-        if self._batch and len(view) - got > 2 * _BATCH:
-            got = self._read_batches(view, got, len(view) - _BATCH)
-        while got < len(view):
-            count = self._raw.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
+    def _fill(self, left: list[memoryview], to_come: int) -> int:
+        """As `_fill_by_records`. Raises OSError (BlockingIOError: nothing came for the timeout)."""
+        if self._batch and to_come > 2 * _BATCH:
+            to_come = self._fill_by_batches(left, to_come)
+        while left:
+            count = self._receive(left[:_MOST_PARTS])
             if count == 0:
                 break
-            got += count
-        return got
+            to_come -= count
+            advance(left, count)
+        return to_come
 
-    def _read_batches(self, view: memoryview, got: int, end: int) -> int:
-        """Fill `view[got:end]`, woken once per `_BATCH` bytes rather than for every segment: half the CPU per byte,
-        measured on loopback. At least `_BATCH` bytes of the body come after `end`, so no wait is for more than
-        what is still to come. A window smaller than a batch would be a deadlock, and a slow peer gains nothing: when
-        a batch takes longer than `_BATCH_WAIT`, this connection is read the plain way from there on.
+    def _fill_by_batches(self, left: list[memoryview], to_come: int) -> int:
+        """Fill all but the last `_BATCH` bytes, woken once per `_BATCH` bytes rather than for every segment: half the
+        CPU per byte, measured on loopback. At least `_BATCH` bytes of the body come after these, so no wait is for
+        more than what is still to come. A window smaller than a batch would be a deadlock, and a slow peer gains
+        nothing: when a batch takes longer than `_BATCH_WAIT`, this connection is read the plain way from there on.
         """
         self._receive_when(2 * _BATCH, _BATCH_WAIT)  # the kernel sizes the window for this ..
         self._receive_when(_BATCH, _BATCH_WAIT)  # .. so that half of it always fits
         try:
-            while got < end:
-                count = self._raw.recv_into(view[got:end], end - got, socket.MSG_WAITALL)
-                self._batch = count >= min(_BATCH, end - got)
-                got += count
+            while to_come > _BATCH:
+                asked = to_come - _BATCH
+                parts, asked = _first_of(left, asked)
+                count = self._receive(parts)
+                self._batch = count >= min(_BATCH, asked)
+                to_come -= count
+                advance(left, count)
                 if not self._batch:
                     break
         except BlockingIOError:
@@ -229,30 +247,18 @@ class Connection:
         finally:
             with contextlib.suppress(OSError):  # shut down meanwhile
                 self._receive_when(1, self._timeout)
-        return got
+        return to_come
+
+    def _receive(self, views: Sequence[memoryview]) -> int:
+        """Wait until all of the views are full, or the server ended it."""
+        if len(views) == 1:
+            return self._raw.recv_into(views[0], 0, socket.MSG_WAITALL)
+        return self._raw.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
     def _receive_when(self, nbytes: int, seconds: float) -> None:
         """Wake a receive for `nbytes`, or after `seconds` with what is there."""
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
-
-    def read_parts(self, head: Head, views: Sequence[memoryview]) -> int:
-        """As `read_body`, into several views in turn."""
-        rest, left, got = memoryview(head.rest), [view for view in views if len(view)], 0
-        while left:
-            if rest:
-                count = min(len(rest), len(left[0]))
-                left[0][:count] = rest[:count]
-                rest = rest[count:]
-            elif self._tls is None:
-                count = self._raw.recvmsg_into(left[:_MOST_PARTS], 0, socket.MSG_WAITALL)[0]
-            else:
-                count = self._raw.recv_into(left[0])
-            if count == 0:
-                break
-            got += count
-            advance(left, count)
-        return got
 
     def read_small(self, head: Head, limit: int = 65536) -> bytes | None:
         """The whole body of an error answer, of any framing; None when it is longer than `limit`."""
@@ -368,3 +374,15 @@ def parse_head(head: bytes, rest: bytes) -> Head:
         else:
             headers[name] = [found[2].strip(" \t")]
     return Head(int(match[1]), headers, rest)
+
+
+def _first_of(views: Sequence[memoryview], most: int) -> tuple[list[memoryview], int]:
+    """The beginning of the views, no more than `most` bytes and than the kernel takes at once, and how many bytes."""
+    found: list[memoryview] = []
+    left = most
+    for view in views[:_MOST_PARTS]:
+        if not left:
+            break
+        found.append(view[:left])
+        left -= len(found[-1])
+    return found, most - left
