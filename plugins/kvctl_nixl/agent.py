@@ -46,6 +46,8 @@ class Transfer:
         """Whether it ended, well. Raises NixlError when it ended otherwise."""
         if self.ended:
             return True
+        if self._agent.api is None:
+            raise NixlError("its agent is closed")
         try:
             state = self._agent.api.check_xfer_state(self._handle)
         except Exception as error:  # NIXL raises its own classes, which share no base
@@ -145,6 +147,35 @@ class Agent:
         if state == "DONE":
             transfer._end()
         return transfer
+
+    def metadata(self) -> bytes:
+        """What another agent must know to reach this one and its registered memory. Raises NixlError."""
+        try:
+            return bytes(self.api.get_agent_metadata())
+        except Exception as error:
+            raise NixlError(str(error)) from None
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Know another agent, or more of its memory; its name. Raises NixlError."""
+        try:
+            name = self.api.add_remote_agent(metadata)
+        except Exception as error:
+            raise NixlError(str(error)) from None
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Nothing may be in flight with it. Raises NixlError."""
+        try:
+            self.api.remove_remote_agent(name)
+        except Exception as error:
+            raise NixlError(str(error)) from None
+
+    def progress(self) -> None:
+        """Let others read and write this agent's memory: without a progress thread, nothing moves by itself."""
+        try:
+            self.api.get_new_notifs([self.backend])
+        except Exception as error:
+            raise NixlError(str(error)) from None
 
     @property
     def running(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvctl.memory.buffers import Buffer
+from kvctl.transports.threaded import AbandonedError
 from kvctl_nixl.agent import Agent, NixlError
 
 # Of NIXL's memory kinds; pinned and shared memory is host memory to it.
@@ -74,6 +75,7 @@ class Desk:
     def __init__(self, agent: Agent, known: Known) -> None:
         self.agent = agent
         self.lock = threading.RLock()
+        self.generation = 0  # of what is registered, for those who tell others
         self._known = known
         self._held: dict[int, Any] = {}  # Any: NIXL's lists
         known.attach(self)
@@ -90,14 +92,24 @@ class Desk:
         with self.lock:
             if found is None:
                 once = self.agent.register(kind, [(start, length, device, "")])
+                self.generation += 1
             elif found[0] not in self._held:
                 self._held[found[0]] = self.agent.register(kind, [(found[1], found[2], device, "")])
+                self.generation += 1
         try:
             yield kind, start, device
-        finally:
-            if once is not None:
-                with self.lock, contextlib.suppress(NixlError):
-                    self.agent.deregister(once)
+        except AbandonedError:
+            raise  # what is in flight still needs its registration
+        except BaseException:
+            self._undo(once)
+            raise
+        else:
+            self._undo(once)
+
+    def _undo(self, once: Any) -> None:
+        if once is not None:
+            with self.lock, contextlib.suppress(NixlError):
+                self.agent.deregister(once)
 
     def forget(self, number: int) -> None:
         with self.lock:

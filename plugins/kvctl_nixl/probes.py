@@ -105,7 +105,3 @@ def probe_gds() -> Probe:
             hint="install NVIDIA GPUDirect Storage (package gds-tools or nvidia-fs) of your CUDA version",
         )
     return Probe(available=True)
-
-
-def probe_ucx() -> Probe:
-    return probe_nixl()

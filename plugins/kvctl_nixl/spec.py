@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl.transports.registry import Option, TransportSpec
+from kvctl.transports.registry import Option, StoreSpec, TransportSpec
 
 _HINT = "pip install 'kvctl[nixl]'"
 
@@ -41,4 +41,31 @@ OBJ = TransportSpec(
     requirements="nixl-cu12 1.5.1, numpy",
     install_hint=_HINT,
     probe="kvctl_nixl.probes:probe_nixl",
+)
+UCX = TransportSpec(
+    "nixl-ucx",
+    "NIXL's UCX back end: the memory of a peer process, by RDMA, shared memory or TCP",
+    "kvctl_nixl.ucx:open_transport",
+    schemes=("ucx",),
+    rank=30,
+    options=(
+        Option(
+            "mode", "push: the source writes; pull: this process reads", "auto: pull where InfiniBand is, else push"
+        ),
+        Option("threads", "operations in flight", "4"),
+        Option("deadline", "seconds that one transfer (at most 64 MiB) may take before it is given up", "60"),
+    ),
+    requirements="nixl-cu12 or nixl-cu13 1.5.1, numpy, on both sides",
+    install_hint=_HINT,
+    probe="kvctl_nixl.probes:probe_nixl",
+)
+PEER = StoreSpec(
+    "ucx",
+    "memory that another process publishes (kvctl_nixl.peer), read-only",
+    "kvctl_nixl.peer.store:open_store",
+    options=(
+        Option("key_file", "file with the key that the source shares", "KVCTL_PEER_KEY_FILE, else none"),
+        Option("timeout", "seconds without an answer before a question is given up", "30"),
+    ),
+    install_hint=_HINT,
 )

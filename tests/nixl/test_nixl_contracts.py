@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.addresses import StoreConfig
+from kvctl.core.errors import NotFoundError
+from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.seaweed import SeaweedFS
 from kvctl.testing.transport_contract import TransportCase, TransportContract
+from kvctl.transports.api import Transport
+from kvctl.transports.registry import choose, open_store, open_transports
+from kvctl_nixl.peer.source import Source
 from tests.nixl.cases import transport_case
 from tests.transports.contract_cases import faulty_case, file_case, seaweed_case
 
@@ -53,3 +58,44 @@ class TestNixlObjOnSeaweedFS(TransportContract):
         store = seaweed_case(seaweed, seaweed_store())
         yield transport_case(store, "nixl-obj")
         store.store.close()
+
+
+def peer_case(source: Source, mode: str) -> TransportCase:
+    store = open_store(StoreConfig(source.url))
+    kept: dict[str, HostBuffer] = {}
+
+    def raw_put(key: str, data: bytes) -> str:
+        buffer = HostBuffer(len(data))
+        buffer.view[:] = data
+        kept[key] = buffer
+        return source.publish(key, buffer)
+
+    def raw_get(key: str) -> bytes:
+        if key not in kept:
+            raise NotFoundError(key)
+        return bytes(kept[key].view)
+
+    def opened() -> Transport:
+        config = StoreConfig(source.url)
+        (transport,) = open_transports(config, store, choose("ucx", "host", "nixl-ucx"), {"mode": mode})
+        return transport
+
+    return TransportCase(opened, raw_put, raw_get)
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    with Source() as source:
+        yield source
+
+
+class TestNixlUcxPush(TransportContract):
+    @pytest.fixture
+    def case(self, source: Source) -> TransportCase:
+        return peer_case(source, "push")
+
+
+class TestNixlUcxPull(TransportContract):
+    @pytest.fixture
+    def case(self, source: Source) -> TransportCase:
+        return peer_case(source, "pull")
