@@ -201,7 +201,8 @@ class _Index:
 
     def __init__(self, tensors: Sequence[LoadedTensor]) -> None:
         self._tensors = sorted(
-            (tensor for tensor in tensors if tensor.end > tensor.start), key=lambda tensor: (tensor.output, tensor.start)
+            (tensor for tensor in tensors if tensor.end > tensor.start),
+            key=lambda tensor: (tensor.output, tensor.start),
         )
         self._starts = [(tensor.output, tensor.start) for tensor in self._tensors]
 

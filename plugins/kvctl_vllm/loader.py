@@ -31,7 +31,7 @@ SETTINGS: Final = {"source", "repo", "config", "transport", "verify", "max_rate"
 _MODEL: Final = "_kvctl_model"  # the folder that the engine was started with
 
 
-class KvctlModelLoader(BaseModelLoader):
+class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         extra = load_config.model_loader_extra_config
@@ -49,7 +49,7 @@ class KvctlModelLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         self.extra.setdefault(_MODEL, model_config.model)
-        loaded = model.load_weights(self.get_all_weights(model_config, model))  # type: ignore[operator]
+        loaded = model.load_weights(self.get_all_weights(model_config, model))
         missing = sorted({name for name, _ in model.named_parameters()} - set(loaded or ()))
         if missing and loaded is not None and model_config.quantization is None:
             raise UsageError(

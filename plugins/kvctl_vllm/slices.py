@@ -27,7 +27,7 @@ _SHAPE_ONLY = {
 }
 
 
-class RankSlice(torch.Tensor):
+class RankSlice(torch.Tensor):  # type: ignore[misc]
     """`part`: elements [first, first + part.shape[axis]) of dimension `axis`; the other dimensions are whole."""
 
     part: torch.Tensor
@@ -45,7 +45,7 @@ class RankSlice(torch.Tensor):
             return fetch()
         (axis,) = axes
         parts = shape[axis] // part.shape[axis]
-        found: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: Any = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=part.dtype, device=part.device, requires_grad=False
         )
         found.part, found.axis, found.first, found.fetch = part, axis, rank * parts // ranks * part.shape[axis], fetch

@@ -24,8 +24,8 @@ WAITING: Final = 4  # tensors that wait to be hashed
 
 
 class Weights:
-    """Iterate over it once: (name, tensor). `report`, `digest` and `names` are known after the last one. `digest` is the
-    source's own, or made from the bytes as they pass; None where this rank read slices of a source that has none.
+    """Iterate over it once: (name, tensor). `report`, `digest` and `names` are known after the last one. `digest` is
+    the source's own, or made from the bytes as they pass; None where this rank read slices of a source that has none.
     """
 
     def __init__(self, request: LoadRequest, ctx: Context) -> None:
@@ -104,4 +104,3 @@ def _hash(tensor: LoadedTensor, data: Any) -> TensorDigest:  # Any: a ctypes arr
     hasher = TensorHasher(tensor.dtype, tensor.shape, len(data))
     hasher.update(memoryview(data).cast("B"))
     return TensorDigest(tensor.name, tensor.dtype, tensor.shape, hasher.digest())
-

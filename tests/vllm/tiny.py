@@ -58,9 +58,7 @@ def tokenizer() -> Any:  # Any: a class of any release of transformers
     found = Tokenizer(models.BPE(unk_token=None))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
-    lines = (
-        " ".join("".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(40)) for _ in range(1000)
-    )
+    lines = (" ".join("".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(40)) for _ in range(1000))
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=SPECIAL,
