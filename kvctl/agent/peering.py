@@ -153,9 +153,9 @@ class Peer:
         self._end(link)
 
     def _open(self) -> _Link:
-        choice = choose("node", "shared")
         store = open_store(self._config)
         try:
+            choice = choose("node", "shared", stores=[(self._config, store)])
             return _Link(store, open_transports(self._config, store, choice)[0])
         except BaseException:
             store.close()

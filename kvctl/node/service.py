@@ -167,7 +167,8 @@ class Service:
     async def _health(self, exchange: _Exchange) -> None:
         if self.draining:
             raise HttpError(503, "draining", "the node is shutting down", close=True)
-        await self._send(exchange, 200, b'{"status": "ok"}', _JSON)
+        page = {"status": "ok", "rdma": self._rdma is not None}
+        await self._send(exchange, 200, json.dumps(page).encode(), _JSON)
 
     def _check(self, exchange: _Exchange, need: Rights, key: str, *, folder: bool = False, once: bool = False) -> None:
         request = exchange.request

@@ -117,7 +117,8 @@ def open_lanes(
         for member in members:
             scheme = member.config.scheme
             if scheme not in choices:
-                choices[scheme] = choose(scheme, memory_kind, transport, failed=failed)
+                stores = [(other.config, other.store) for other in members if other.config.scheme == scheme]
+                choices[scheme] = choose(scheme, memory_kind, transport, failed=failed, stores=stores)
             opened = open_transports(member.config, member.store, choices[scheme], options)
             names = member.config.endpoints or ("",)
             for endpoint, way in zip(names, opened, strict=True):

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from kvctl.core.errors import EnvError, UsageError
+from kvctl.core.errors import EnvError, KvctlError, TransientError, UsageError
 from kvctl.transports.api import HOST_KINDS, Store, StoreConfig, Transport
 
 _STORES: Final = "kvctl.stores"
 _TRANSPORTS: Final = "kvctl.transports"
+_ASKED: Final = 8  # servers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
     """`factory`: "module:func", called as func(config: StoreConfig, store: Store, endpoint: str | None,
-    options: Mapping[str, str]) -> Transport. `probe`: "module:func", called as func() -> Probe, cheap.
+    options: Mapping[str, str]) -> Transport. `probe`: "module:func", called as func() -> Probe, cheap. `serves`:
+    "module:func", called as func(config: StoreConfig, store: Store) -> str where a transport depends on what the server
+    offers: why it does not offer this, empty when it does. `auto` asks; one that is asked for by name just runs.
 
     `rank` orders `auto`: the available transport of the highest rank runs. Ranks in use: 0 store-get,
     10 plain (file, s3, native-tcp, mem), 20 a faster path over the same medium (nixl-posix, nixl-obj),
@@ -70,6 +74,7 @@ class TransportSpec:
     requirements: str = ""
     install_hint: str = ""
     probe: str = ""
+    serves: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,17 @@ def probe(spec: TransportSpec) -> Probe:
     return result
 
 
-def choose(scheme: str, memory_kind: str, name: str = "auto", *, failed: Mapping[str, str] | None = None) -> Choice:
+def choose(
+    scheme: str,
+    memory_kind: str,
+    name: str = "auto",
+    *,
+    failed: Mapping[str, str] | None = None,
+    stores: Sequence[tuple[StoreConfig, Store]] = (),
+) -> Choice:
     """The transport for a store's scheme and a memory kind. Raises UsageError or EnvError, never falls back
     from a name that was asked for. `failed`: transports that failed in this run and why; they are passed over.
+    `stores`: those of this scheme that it has to serve, all of them.
     """
     specs = transport_specs()
     if name != "auto":
@@ -202,7 +215,7 @@ def choose(scheme: str, memory_kind: str, name: str = "auto", *, failed: Mapping
         refusal = _refusal(spec, scheme, memory_kind) or (failed or {}).get(spec.name, "")
         if not refusal:
             result = probe(spec)
-            refusal = "" if result.available else result.reason
+            refusal = _unserved(spec, stores) if result.available else result.reason
         if not refusal:
             return Choice(spec, "the fastest available for this store and memory", tuple(passed))
         passed.append((spec.name, refusal))
@@ -218,6 +231,29 @@ def _refusal(spec: TransportSpec, scheme: str, memory_kind: str) -> str:
     if memory_kind not in spec.memory_kinds:
         return f"it moves bytes to {', '.join(sorted(spec.memory_kinds))} memory, not {memory_kind}"
     return ""
+
+
+def _unserved(spec: TransportSpec, stores: Sequence[tuple[StoreConfig, Store]]) -> str:
+    """Why a store's server does not offer what the transport needs. One that does not answer is no reason: it answers
+    no other transport either.
+    """
+    if not spec.serves or not stores:
+        return ""
+    ask = load_object(spec.serves)
+
+    def asked(place: tuple[StoreConfig, Store]) -> str:
+        try:
+            reason: str = ask(*place)
+        except TransientError:
+            return ""
+        except KvctlError as error:
+            return str(error)
+        return reason
+
+    if len(stores) == 1:
+        return asked(stores[0])
+    with ThreadPoolExecutor(min(_ASKED, len(stores)), thread_name_prefix="kvctl-serves") as pool:
+        return next((reason for reason in pool.map(asked, stores) if reason), "")
 
 
 def open_transports(

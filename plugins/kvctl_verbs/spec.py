@@ -29,6 +29,7 @@ NATIVE = TransportSpec(
     requirements=_REQUIREMENTS,
     install_hint=_INSTALL,
     probe="kvctl_verbs.probe:probe",
+    serves="kvctl_verbs.talk:serves",
 )
 # No S3 server says whether it can, so this one runs only when asked for by name: its rank is below every other's.
 S3 = TransportSpec(

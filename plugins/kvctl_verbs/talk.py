@@ -4,6 +4,7 @@ and other servers of the public protocol have.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from kvctl.core.errors import KvctlError, MemberDownError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.node_auth import RDMA_HEADERS
 from kvctl.transports.options import choice
-from kvctl.transports.wire import Connection, Head
+from kvctl.transports.wire import Connection, Head, ProtocolError
+from kvctl_native.errors import from_connection
 from kvctl_native.route import Route, encode_key
 from kvctl_native.settings import Place, parse_place
 from kvctl_native.store import NodeStore
@@ -89,6 +91,8 @@ class NodeTalk:
 
     def refusal(self, op: Op, head: Head, body: bytes) -> KvctlError:
         found = self._dialect.refusal(op, head, body)
+        if found.details.get("code") == "no_rdma":
+            found.hint = "load with --transport native-tcp; `kvctl node serve --rdma require` says what the node lacks"
         if found.details.get("code") != MemberDownError.code:
             return found
         return MemberDownError(
@@ -104,6 +108,28 @@ class NodeTalk:
     def refuses_address(self, problem: KvctlError) -> bool:
         # the codes of refusals for want of rights are others
         return problem.details.get("code") == "auth"
+
+
+def serves(config: StoreConfig, store: Store) -> str:
+    """Why a node does not offer RDMA, empty when it does. Raises MemberDownError when it does not answer."""
+    bare = bare_store(store, config)
+    place, endpoint = bare.access.places[0], bare.routes[0]
+    try:
+        connection = endpoint.connect()
+        try:
+            connection.send(f"GET /healthz HTTP/1.1\r\nhost: {place.host_header}\r\nuser-agent: kvctl\r\n\r\n".encode())
+            head = connection.read_head()
+            page = json.loads(connection.read_small(head) or b"{}")
+        finally:
+            connection.close()
+    except OSError as problem:
+        raise from_connection(place.url, problem, doing="health") from None
+    except (ProtocolError, ValueError):
+        page = {}
+    told = page.get("rdma") if isinstance(page, dict) else None
+    if told is True:
+        return ""
+    return f"the node at {place.url} {'has no RDMA' if told is False else 'does not say that it has RDMA'}"
 
 
 def node_talk(config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]) -> NodeTalk:

@@ -23,6 +23,15 @@ def probe(): return Probe(True)
 def shy(): return Probe(False, "no driver", "install the driver")
 def crash(): raise RuntimeError("boom")
 """
+_PICKY = """
+from kvctl.core.errors import MemberDownError
+from kvctl.transports.registry import TransportSpec
+PICKY = TransportSpec("pickyway", "asks", "plug_good:make", schemes=("mem",), rank=55, serves="plug_picky:serves")
+def serves(config, store):
+    if config.url == "mem://down":
+        raise MemberDownError("no answer")
+    return f"no RDMA in {config.url}" if config.url == "mem://cannot" else ""
+"""
 _ENTRY_POINTS = """
 [kvctl.stores]
 misnamed = plug_good:MISNAMED
@@ -83,6 +92,31 @@ def test_auto_takes_the_highest_rank_and_says_why_others_were_passed_over(plugin
     assert passed["shyway"] == "no driver"
     assert "boom" in passed["crashway"]
     assert "libmissing" in passed["brokenway"]
+
+
+@pytest.mark.parametrize(
+    ("urls", "chosen", "why"),
+    [
+        (["mem://can", "mem://can2"], "pickyway", ""),
+        (["mem://can", "mem://cannot"], "goodway", "no RDMA in mem://cannot"),
+        (["mem://can", "mem://down"], "pickyway", ""),
+        ([], "pickyway", ""),
+    ],
+)
+def test_auto_asks_the_servers_that_a_transport_depends_on(
+    plugins: None, tmp_path: Path, urls: list[str], chosen: str, why: str
+) -> None:
+    info = tmp_path / "picky-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: picky\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvctl.transports]\npickyway = plug_picky:PICKY\n")
+    (tmp_path / "plug_picky.py").write_text(_PICKY)
+    registry.clear_cache()
+    stores = [(StoreConfig(url), registry.open_store(StoreConfig(url))) for url in urls]
+    choice = registry.choose("mem", "host", stores=stores)
+    assert choice.spec.name == chosen
+    assert dict(choice.passed_over).get("pickyway", "") == why
+    assert registry.choose("mem", "host", "pickyway", stores=stores).spec.name == "pickyway", "asked for by name"
 
 
 def test_a_transport_asked_for_never_falls_back(plugins: None) -> None:

@@ -9,17 +9,26 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.core.errors import IncompatibleError, KvctlError, SizeMismatchError, UsageError, VersionChangedError
+from kvctl.core.errors import (
+    IncompatibleError,
+    KvctlError,
+    MemberDownError,
+    SizeMismatchError,
+    UsageError,
+    VersionChangedError,
+)
 from kvctl.memory.buffers import HostBuffer
+from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Op
+from kvctl.transports.registry import open_store, transport_specs
 from kvctl.transports.registry import probe as probe_spec
-from kvctl.transports.registry import transport_specs
 from kvctl.transports.wire import Head
 from kvctl_verbs import bindings, cm, sysfs
 from kvctl_verbs.answers import check_empty, check_placed
@@ -28,6 +37,7 @@ from kvctl_verbs.policy import allowed
 from kvctl_verbs.probe import probe
 from kvctl_verbs.rails import Balance, local_addresses
 from kvctl_verbs.regions import pieces
+from kvctl_verbs.talk import serves
 from kvctl_verbs.token import RcToken, parse_token
 
 ADDRESSES = st.ip_addresses().map(str)
@@ -195,6 +205,16 @@ def test_the_spec_loads_neither_pyverbs_nor_librdmacm() -> None:
         "assert not [name for name in sys.modules if name.startswith(('pyverbs', 'kvctl_verbs.cm'))]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_node_says_whether_it_has_rdma(tmp_path: Path) -> None:
+    with NodeProcess.start(str(tmp_path), "--rdma", "off") as node:
+        config = node.store()
+        with closing(open_store(config)) as store:
+            assert serves(config, store) == f"the node at http://{node.address} has no RDMA"
+            node.kill()
+            with pytest.raises(MemberDownError):
+                serves(config, store)
 
 
 @pytest.mark.skipif(bool(sysfs.ports()), reason="this host has an RDMA device: the lab's tests cover it")
