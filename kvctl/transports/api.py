@@ -7,7 +7,7 @@ objects and memory. Both are checked by the public contracts in `kvctl.testing`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, Protocol
@@ -149,6 +149,8 @@ class Op:
     the object must measure, else SizeMismatchError. write: makes the whole object of `object_size` bytes,
     atomically, unless the transport has `ranged_write`. Lower `priority` is wanted earlier. `parts`, only where the
     transport has `scatter`: a read fills these views in turn, together `length` bytes, and nothing of `buffer`.
+    `pace`: called before each piece of a write moves, with its bytes; it may wait. What a transport does not ask for
+    piece by piece it moves in one go.
     """
 
     id: int
@@ -162,6 +164,7 @@ class Op:
     object_size: int | None = None
     priority: int = 0
     parts: tuple[memoryview, ...] = ()
+    pace: Callable[[int], None] | None = None
 
     @property
     def view(self) -> memoryview:

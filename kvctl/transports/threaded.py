@@ -11,10 +11,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 from kvctl.core.errors import EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
+
+
+# A write with `Op.pace` moves at most this much between two calls of it: about a millisecond's work.
+PACED_PIECE: Final = 1 << 20
 
 
 class NoRegistration:

@@ -15,7 +15,7 @@ from kvctl.core.errors import SizeMismatchError, UsageError, VersionChangedError
 from kvctl.memory.buffers import PAGE, HostBuffer, address_of
 from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfig
 from kvctl.transports.options import check_names, choice, number
-from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl_file.store import FileStore, raise_from, version_of
 
 # One system call moves at most this much: a running operation notices a cancel between two of them.
@@ -153,7 +153,10 @@ class FileTransport(ThreadedTransport):
                 while done < op.length:
                     if self.is_cancelled(op.id):
                         raise OpCancelledError
-                    done += os.pwritev(fd, [view[done : done + PIECE]], done)
+                    piece = view[done : done + (PIECE if op.pace is None else PACED_PIECE)]
+                    if op.pace is not None:
+                        op.pace(len(piece))
+                    done += os.pwritev(fd, [piece], done)
         except OSError as problem:
             raise_from(problem, path)
 

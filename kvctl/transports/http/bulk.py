@@ -17,7 +17,7 @@ from kvctl.core.errors import KvctlError, UsageError
 from kvctl.transports.api import Capabilities, Completion, Op
 from kvctl.transports.http.dialect import Dialect
 from kvctl.transports.http.inline import InlineReads, as_error, cut_off
-from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 
 # Reads up to here are done by the thread that polls. More of them at a time than it can copy is no gain.
@@ -199,12 +199,29 @@ class HttpTransport(ThreadedTransport):
         return head.keep_alive
 
     def _write(self, op: Op, connection: Connection) -> bool:
-        head = converse(connection, self._dialect.write_head(op), op.view)
+        head = self._send_body(op, connection)
         if not 200 <= head.status < 300:
             raise self._refusal(op, head, connection)
         body = connection.read_small(head) if head.status != 204 else b""
         self._dialect.check_written(op, body or b"")
         return head.keep_alive and body is not None
+
+    def _send_body(self, op: Op, connection: Connection) -> Head:
+        if op.pace is None or not op.length:
+            return converse(connection, self._dialect.write_head(op), op.view)
+        connection.send(self._dialect.write_head(op))
+        view = op.view
+        last = (op.length - 1) // PACED_PIECE * PACED_PIECE
+        for start in range(0, last, PACED_PIECE):
+            op.pace(PACED_PIECE)
+            if self.is_cancelled(op.id):
+                raise OpCancelledError
+            try:
+                connection.send(b"", view[start : start + PACED_PIECE])
+            except OSError:  # a server that refuses: `converse` below reads what it says
+                break
+        op.pace(op.length - last)
+        return converse(connection, b"", view[last:])
 
     def _refusal(self, op: Op, head: Head, connection: Connection) -> KvctlError:
         try:
