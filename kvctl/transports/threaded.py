@@ -17,7 +17,6 @@ from kvctl.core.errors import EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
 
-
 # A write with `Op.pace` moves at most this much between two calls of it: about a millisecond's work.
 PACED_PIECE: Final = 1 << 20
 
