@@ -24,13 +24,16 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`source`: local address to connect from (None: as routed). Times in seconds."""
+    """`source`: local address to connect from (None: as routed). `per_client` and `most`: connections to one listener
+    and in all. `depth`: operations of one request in flight. Times in seconds.
+    """
 
     source: str | None = None
     connect_seconds: float = 5.0
     idle_seconds: float = 120.0
     turn_seconds: float = 30.0
     per_client: int = 8
+    most: int = 1024
     depth: int = 8
     patience: Patience = field(default_factory=Patience)
 
@@ -189,15 +192,39 @@ class Connections:
                 if idle and not fresh:
                     self._busy[place] = self._busy.get(place, 0) + 1
                     return idle.pop()
-                if failure is None and self._busy.get(place, 0) + len(idle) < self._settings.per_client:
+                if idle:  # what sat beside a dead one is as dead
+                    self._drop(idle.pop(), idle)
+                    continue
+                if failure is None and self._busy.get(place, 0) < self._settings.per_client and self._has_room():
                     self._busy[place] = self._busy.get(place, 0) + 1
                     return None
                 if not self._busy.get(place) and failure is not None:
                     raise failure
                 if not self._changed.wait(left(deadline)):
                     raise failure or ThrottledError(
-                        f"the client at {place[0]}:{place[1]} has {self._settings.per_client} requests in flight"
+                        f"no RDMA connection to the client at {place[0]}:{place[1]} is free",
+                        cause=f"at most {self._settings.per_client} to one listener, {self._settings.most} in all",
                     )
+
+    def _has_room(self) -> bool:
+        """Whether one more may be made; the one that has been idle longest makes room (under the lock)."""
+        idle = [one for kept in self._idle.values() for one in kept]
+        if sum(self._busy.values()) + len(idle) < self._settings.most:
+            return True
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one.since)
+        self._drop(oldest, self._idle[oldest.place])
+        return True
+
+    def _drop(self, connection: Connection, kept: list[Connection]) -> None:
+        """End an idle one (under the lock: it takes as long as destroying a queue pair)."""
+        if connection in kept:
+            kept.remove(connection)
+        if not kept:
+            self._idle.pop(connection.place, None)
+        self.dropped += 1
+        connection.close()
 
     def give(self, connection: Connection) -> None:
         """Back; a broken one is closed: when this returns, nothing moves over it any more."""

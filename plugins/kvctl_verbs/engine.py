@@ -36,7 +36,8 @@ from kvctl_verbs.queues import Patience
 from kvctl_verbs.token import RcToken, parse_token
 
 _OPTIONS: Final = (
-    "depth", "flush", "idle", "in_flight", "per_client", "piece", "pool", "retries", "source", "stall", "timeout",
+    "connections", "depth", "flush", "idle", "in_flight", "per_client", "piece", "pool", "retries", "source", "stall",
+    "timeout",
 )  # fmt: skip
 _FLUSH: Final = 1 << 32  # the number of the read that follows the last write
 _CLIENT_FAULTS: Final = ("WC_REM_ACCESS_ERR", "WC_REM_INV_REQ_ERR", "WC_REM_OP_ERR")
@@ -97,6 +98,7 @@ def parse_options(options: Mapping[str, str]) -> Options:
         source=options.get("source"),
         idle_seconds=number(options, "idle", 120, 1, 86400),
         per_client=number(options, "per_client", 8, 1, 1024),
+        most=number(options, "connections", 1024, 1, 1 << 20),
         depth=number(options, "depth", 8, 1, 256),
         patience=Patience(number(options, "timeout", 16, 8, 31), number(options, "retries", 3, 0, 7)),
     )

@@ -9,10 +9,10 @@ from kvctl.core.errors import EnvError
 from kvctl.transports.registry import Probe
 from kvctl_verbs import bindings, cm, sysfs
 
-_CM_DEVICE: Final = "/dev/infiniband/rdma_cm"
+_NODES: Final = "/dev/infiniband"
 
 
-def probe(root: str = sysfs.ROOT, cm_device: str = _CM_DEVICE) -> Probe:
+def probe(root: str = sysfs.ROOT, nodes: str = _NODES) -> Probe:
     """Hardware first: where there is none, nothing needs to be installed."""
     found = sysfs.ports(root)
     if not found:
@@ -26,12 +26,24 @@ def probe(root: str = sysfs.ROOT, cm_device: str = _CM_DEVICE) -> Probe:
         said = ", ".join(f"{port.device}/{port.number} is {port.state or 'unknown'}" for port in found)
         hint = "bring its network device up and give it an address (ip link, ip addr); `rdma link` shows the state"
         return Probe(available=False, reason=f"no active RDMA port with a GID: {said}", hint=hint)
-    if not os.path.exists(cm_device):
-        hint = "modprobe rdma_ucm; in a container, pass /dev/infiniband through"
-        return Probe(available=False, reason=f"{cm_device} is missing", hint=hint)
+    there = _device_nodes(nodes)
+    if "rdma_cm" not in there or len(there) < 2:
+        missing = "rdma_cm" if "rdma_cm" not in there else "uverbs0"
+        hint = "modprobe rdma_ucm ib_uverbs; in a container, pass /dev/infiniband through (--device /dev/infiniband)"
+        return Probe(available=False, reason=f"{nodes}/{missing} is missing", hint=hint)
+    if closed := [name for name in there if not os.access(f"{nodes}/{name}", os.R_OK | os.W_OK)]:
+        hint = "add the user to the group of /dev/infiniband/* (often rdma), or change its udev rule"
+        return Probe(available=False, reason=f"{nodes}/{closed[0]} cannot be opened: permission denied", hint=hint)
     try:
         cm.load()
         bindings.load()
     except EnvError as problem:
         return Probe(available=False, reason=str(problem), hint=problem.hint or "")
     return Probe(available=True)
+
+
+def _device_nodes(nodes: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(nodes) if name == "rdma_cm" or name.startswith("uverbs"))
+    except OSError:
+        return []

@@ -48,7 +48,6 @@ class Completions:
         self._cq: Any = verbs.cq.CQ(device.context, entries, None, self._channel, 0)
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
-        self._unacknowledged = 0
 
     @property
     def queue(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,17 @@ def test_the_other_forms_of_the_protocol(node: NodeProcess) -> None:
     buffer.close()
 
 
-def test_auto_takes_rdma(node: NodeProcess) -> None:
-    choice = choose("node", "host")
-    assert (choice.spec.name, choice.passed_over) == ("native-rdma", ())
+def test_auto_takes_rdma_where_the_node_has_it(node: NodeProcess, tmp_path: Path) -> None:
+    config = node.store()
+    with closing(open_store(config)) as store:
+        choice = choose("node", "host", stores=[(config, store)])
+        assert (choice.spec.name, choice.passed_over) == ("native-rdma", ())
+    with NodeProcess.start(str(tmp_path), "--rdma", "off") as other:
+        config = other.store()
+        with closing(open_store(config)) as store:
+            choice = choose("node", "host", stores=[(config, store)])
+            assert choice.spec.name == "native-tcp"
+            assert choice.passed_over == (("native-rdma", f"the node at http://{other.address} has no RDMA"),)
 
 
 def test_the_bytes_went_by_rdma(node: NodeProcess) -> None:

@@ -43,7 +43,8 @@ SERVER = Path(__file__).with_name("stranger_server.py")
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("node")
-    arguments = ("--rdma", "require", "--rdma-allow", f"{IP}/32", "--rdma-opt", "stall=5")
+    options = ("--rdma-opt", "stall=5", "--rdma-opt", "connections=4")
+    arguments = ("--rdma", "require", "--rdma-allow", f"{IP}/32", *options)
     with NodeProcess.start(str(folder), *arguments, keys=False, verbose=True) as running:
         (Path(running.data) / "k").write_bytes(DATA)
         yield running
@@ -86,6 +87,16 @@ def test_a_client_that_takes_one_connection_only_is_served(node: NodeProcess) ->
     for _ in range(3):
         assert stranger.ask("GET", "/v1/k", stranger.token(0, 1000), span=(0, 999)).status == 206
     assert stranger.connections == 1
+
+
+def test_connections_are_bounded_and_the_longest_idle_one_makes_room(node: NodeProcess) -> None:
+    many = [Stranger(IP, (node.host, node.port), 4096) for _ in range(7)]
+    for _ in range(2):
+        for one in many:
+            assert one.ask("GET", "/v1/k", one.token(0, 1000), span=(0, 999)).status == 206
+            assert one.memory[:1000] == DATA[:1000]
+            assert node.metrics()["kvctl_node_rdma_connections"] <= 4
+    assert sum(one.connections for one in many) == 14
 
 
 def test_memory_that_is_not_registered_is_out_of_reach(node: NodeProcess, stranger: Stranger) -> None:

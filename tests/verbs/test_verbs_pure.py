@@ -163,24 +163,32 @@ GID = "0000:0000:0000:0000:0000:ffff:0a09:0001"
 
 
 def test_the_probe_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
-    found = probe(str(tmp_path), "/dev/null")
+    nodes = str(tmp_path / "nodes")
+    found = probe(str(tmp_path), nodes)
     assert (found.available, found.reason) == (False, "no RDMA device")
     assert "rdma_rxe" in found.hint
     device(tmp_path, "rxe0", "DOWN", GID)
     device(tmp_path, "rxe1", "ACTIVE", EMPTY)
-    found = probe(str(tmp_path), "/dev/null")
+    found = probe(str(tmp_path), nodes)
     assert found.reason == "no active RDMA port with a GID: rxe0/1 is DOWN, rxe1/1 is ACTIVE"
     assert "ip addr" in found.hint
     device(tmp_path, "rxe2", "ACTIVE", EMPTY, GID)
     assert [port.usable for port in sysfs.ports(str(tmp_path))] == [False, False, True]
     assert sysfs.ports(str(tmp_path))[2].gid == GID
-    found = probe(str(tmp_path), str(tmp_path / "rdma_cm"))
+    found = probe(str(tmp_path), nodes)
     assert "rdma_cm is missing" in found.reason
     assert "rdma_ucm" in found.hint
+    os.mkdir(nodes)
+    Path(nodes, "rdma_cm").touch()
+    assert "uverbs0 is missing" in probe(str(tmp_path), nodes).reason
 
 
 def test_without_pyverbs_the_hint_names_the_packages(tmp_path: Path) -> None:
     device(tmp_path, "rxe2", "ACTIVE", GID)
+    nodes = tmp_path / "nodes"
+    nodes.mkdir()
+    for name in ("rdma_cm", "uverbs0"):
+        (nodes / name).touch()
     code = (
         "import sys\n"
         "class Absent:\n"
@@ -189,7 +197,7 @@ def test_without_pyverbs_the_hint_names_the_packages(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, Absent())\n"
         "from kvctl_verbs import cm; cm.load = lambda: None\n"
         "from kvctl_verbs.probe import probe\n"
-        f"found = probe({str(tmp_path)!r}, '/dev/null')\n"
+        f"found = probe({str(tmp_path)!r}, {str(nodes)!r})\n"
         "print(found.available, found.reason, '|', found.hint)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
