@@ -29,7 +29,7 @@ from kvctl.kv.access import adopt_key, check_key, secret_of, write_descriptor
 from kvctl.kv.index import Node, PackUse, make_nodes, node_key, packs_of, read_once, write_nodes
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
-from kvctl.kv.reading import StoredSession, stored_tokens
+from kvctl.kv.reading import UNLEASED, StoredSession, stored_tokens
 from kvctl.kv.rewriting import rewrite_pack
 from kvctl.kv.tokens import BlockKey, Extra, chain, domain_secret, same_tokens, token_bytes, token_hmac
 from kvctl.kv.writing import ChunkWriter, make_manifest, uses_of
@@ -219,10 +219,13 @@ class _Copying:
             "generation": generation,
             "new_generation": new,
             "tokens": manifest.tokens,
+            "leased": session.hold is not None,
             "keys": "travel" if self.keys is None else "made anew",
             "new_chunks": self.writer.chunks,
             "shared_chunks": len(refs) - self.writer.chunks,
         }
+        if session.hold is None:
+            report.notes.append(UNLEASED)
         report.notes.append(
             "block keys and token HMACs travel with the packs"
             if self.keys is None
@@ -264,6 +267,7 @@ class _Copying:
     def _read(self, refs: Sequence[ChunkRef]) -> dict[str, memoryview]:
         """Whole chunks of the source in our buffer, verified by digest; good until the next call."""
         self.ctx.cancel.check("copying")
+        self.session.keep()
         nbytes = sum(ref.size for ref in refs)
         if self.buffer.nbytes < nbytes:
             self.buffer.close()

@@ -206,6 +206,7 @@ class Fetch:
                 self._suspect[part.key] = str(error)
             raise
         part.parts = []
+        self._session.keep()
         with self._lock:
             self._suspect.pop(part.key, None)
             self._landed.add(part.key)

@@ -25,7 +25,7 @@ from kvctl.kv import sessions
 from kvctl.kv.fetching import Fetch, choose_heads
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.names import parse_session
-from kvctl.kv.reading import Resolver, StoredSession, Wish
+from kvctl.kv.reading import UNLEASED, Resolver, StoredSession, Wish
 from kvctl.kv.seams import KvSink, Layout, Slot, slot_of
 from kvctl.kv.tokens import Extra
 from kvctl.kv.verdict import Limit, Verdict, window_start
@@ -97,7 +97,7 @@ def pull_session(request: PullSession, ctx: Context) -> Report:
     with Repo.open(request.repo, ctx) as repo, _open(repo, request, ctx) as session:
         report.source = f"{session.found} in repo {repo.id[:8]}"
         if session.hold is None:
-            report.notes.append("unleased: the credentials are read-only; gc's grace period must outlast this pull")
+            report.notes.append(UNLEASED)
         pulling = _Pulling(request, request.sink, session, report, ctx)
         try:
             limit = pulling.run(watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ from kvctl.repo.chunks import ChunkRef
 from kvctl.repo.leases import Hold, lease_manifest
 from kvctl.repo.repo import Repo
 
+UNLEASED: Final = "unleased: the credentials are read-only; gc's grace period must outlast this"
 _TRIES: Final = 5
 _FAST: Final = 0.001  # seconds
 
@@ -50,6 +52,7 @@ class StoredSession:
     bad: dict[PackRow, str] = field(default_factory=dict)
     header_bytes: int = 0
     requests: int = 0
+    _keeping: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def open(cls, repo: Repo, address: SessionAddress, ctx: Context) -> Self:
@@ -74,6 +77,14 @@ class StoredSession:
     def __exit__(self, *_: object) -> None:
         if self.hold is not None:
             self.hold.release()
+
+    def keep(self) -> None:
+        """Renew the lease when a part of its term is over: call it now and then, from any thread; cheap otherwise.
+        Raises TransientError when gc closed it: what is still to be read may be gone.
+        """
+        if self.hold is not None:
+            with self._keeping:
+                self.hold.keep()
 
     def ref(self, row: PackRow) -> ChunkRef:
         return self.refs[row.chunk]
