@@ -21,6 +21,7 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import (
     AuthError,
     IncompatibleError,
+    IntegrityError,
     KvctlError,
     MemberDownError,
     SizeMismatchError,
@@ -28,6 +29,7 @@ from kvctl.core.errors import (
     VersionChangedError,
 )
 from kvctl.memory.arena import Arena
+from kvctl.repo.chunks import leaf_table, verify_leaves
 from kvctl.testing.buffers import GUARD, GuardedBuffer
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Op, Status, Transport
@@ -249,16 +251,20 @@ def test_a_server_that_writes_more_than_asked_does_not_get_past_the_registration
     assert isinstance(error, TransientError)
     buffer.check((MIB, 2 * MIB))
 
-    # in an arena the neighbour is in reach (its leaf checks find that); the arena's end is not
-    arena = Arena(2, MIB)
+    # in an arena the neighbour is in reach, and its leaf checks find that; the arena's end is not
+    arena = Arena(3, MIB)
     registration = transport.register(arena.buffer)
-    last, first = arena.take(), arena.take()
-    assert (first, last) == (0, MIB + 4096)
-    for slot in (0, MIB + 4096):
+    third, second, first = arena.take(), arena.take(), arena.take()
+    assert (first, second, third) == (0, MIB + 4096, 2 * MIB + 8192)
+    assert second is not None
+    for slot in (second, 0):
         status, _ = one(transport, Op(1, "read", "k", 0, MIB, arena.buffer, slot, None, len(DATA)))
         assert status is Status.DONE
+    table = leaf_table(DATA)[: 4 * 8]
+    verify_leaves(arena.buffer.view[:MIB], 0, table)
+    with pytest.raises(IntegrityError):
+        verify_leaves(arena.buffer.view[second : second + MIB], 0, table)
     end = arena.buffer.nbytes
-    assert set(arena.buffer.view[MIB : MIB + 4096]) == {0xEE}, "the slack behind a slot"
     status, error = one(transport, Op(1, "read", "k", 0, MIB, arena.buffer, end - MIB, None, len(DATA)))
     assert status is Status.FAILED
     registration.close()

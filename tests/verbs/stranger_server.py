@@ -3,8 +3,8 @@ connection manager. Objects are files of a folder.
 
     python stranger_server.py FOLDER IP PORT [MODE]
 
-MODE `honest`; `s3`: the same for signed requests to a bucket, with the token in `x-rdma-info`; `overrun`: writes 4,096
-bytes more than were asked for; `late`: does not answer before the file `go` appears beside the folder, then tries to
+MODE `honest`; `s3`: the same for signed requests to a bucket, with the token in `x-rdma-info`; `overrun`: writes 16 KiB
+more than were asked for; `late`: does not answer before the file `go` appears beside the folder, then tries to
 write all the same, and notes in `late` how that went; `body`: ignores the token and sends a body; `short`: places and
 announces one byte less.
 """
@@ -109,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         if place not in self.links:
             self.links[place] = Link(ip, port)
         if MODE == "overrun" and data is not None:
-            data += b"\xee" * 4096
+            data += b"\xee" * 16384
         size = len(data) if data is not None else int(length, 16)
         return self.links[place].move(data, size, int(address, 16), int(rkey, 16))
 
