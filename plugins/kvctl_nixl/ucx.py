@@ -24,7 +24,7 @@ from kvctl.transports.threaded import AbandonedError, OpCancelledError, Threaded
 from kvctl_nixl.agent import Agent, NixlError, Transfer
 from kvctl_nixl.library import has_infiniband
 from kvctl_nixl.memory import Desk, Known
-from kvctl_nixl.peer.link import Link
+from kvctl_nixl.peer.link import Call, Link
 from kvctl_nixl.peer.store import PeerStore
 from kvctl_nixl.quarantine import QUARANTINE
 
@@ -40,18 +40,22 @@ class _Session:
     """
 
     def __init__(self, place: PeerStore, known: Known, params: Mapping[str, str]) -> None:
-        self.desk = Desk(Agent("UCX", params), known)
+        self.desk: Desk
+        self.sent = 0  # generation of our metadata that the source has
+
+        def introduce() -> tuple[str, bytes]:
+            # only now: an agent costs some milliseconds, and a source that is down is asked often
+            self.desk = Desk(Agent("UCX", params), known)
+            return self.desk.agent.name, self.desk.agent.metadata()
+
         try:
-            self.sent, metadata = self.desk.generation, self.desk.agent.metadata()
-            self.link = Link(
-                place.root, place.key, agent=self.desk.agent.name, metadata=metadata, timeout=place.timeout
-            )
+            self.link = Link(place.root, place.key, introduce=introduce, timeout=place.timeout)
             self.desk.agent.add_peer(self.link.greeting.metadata)
-        except NixlError as problem:
-            self.desk.close()
-            raise MemberDownError(f"{place.root}: NIXL cannot reach it", cause=str(problem)) from None
-        except KvctlError:
-            self.desk.close()
+        except (NixlError, KvctlError) as problem:
+            if hasattr(self, "desk"):
+                self.desk.close()
+            if isinstance(problem, NixlError):
+                raise MemberDownError(f"{place.root}: NIXL cannot reach it", cause=str(problem)) from None
             raise
 
     @property
@@ -173,7 +177,7 @@ class NixlUcx(ThreadedTransport):
             session.sent = desk.generation
         # this side has to turn the crank too: over TCP, the target of a write puts the bytes where they belong
         if not self._wait(call.wait, session.progress):
-            self._abandon(op, session, lambda: call.answered or (session.link.dead and session.over))
+            self._abandon(op, session, lambda: _was_left_alone(session, call))
         if not call.answered:
             session.end()  # it died while writing: what is still on the way must find no agent
         call.result()
@@ -235,6 +239,12 @@ class NixlUcx(ThreadedTransport):
                     session.end()
                 session = self._session = _Session(self._place, self._known, self._params)
             return session
+
+
+def _was_left_alone(session: _Session, call: Call) -> bool:
+    """The source has said that it ended, or can write no more."""
+    session.progress()  # nobody else may be turning the crank
+    return call.answered or (session.link.dead and session.over)
 
 
 def _has_ended(session: _Session, transfer: Transfer) -> bool:

@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -108,13 +108,14 @@ def greet_sink(connection: socket.socket, key: bytes, agent: str, metadata: byte
     return Greeting(field(header, "agent", str), blob)
 
 
-def greet_source(connection: socket.socket, key: bytes, agent: str, metadata: bytes) -> Greeting:
-    """The sink's side. Raises AuthError, OSError or ProtocolError."""
+def greet_source(connection: socket.socket, key: bytes, introduce: Callable[[], tuple[str, bytes]]) -> Greeting:
+    """The sink's side; `introduce` gives its agent's name and metadata. Raises AuthError, OSError or ProtocolError."""
     header, _ = receive(connection, GREETING_LIMIT, 0)
     if header.get("kvctl-peer") != VERSION:
         raise ProtocolError(f"it speaks version {header.get('kvctl-peer')}, this kvctl {VERSION}")
     nonce = secrets.token_hex(16)
     nonces = f"{field(header, 'nonce', str)}:{nonce}"
+    agent, metadata = introduce()
     send(connection, {"nonce": nonce, "agent": agent, "proof": _proof(key, "sink", nonces)}, metadata)
     answer, blob = receive(connection, GREETING_LIMIT, METADATA_LIMIT)
     if "refused" in answer or not hmac.compare_digest(field(answer, "proof", str), _proof(key, "source", nonces)):

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -64,15 +64,17 @@ class Call:
 
 
 class Link:
-    """A connection to the source at `url` (ucx://host:port). Raises AuthError, IncompatibleError or MemberDownError."""
+    """A connection to the source at `url` (ucx://host:port). `introduce` gives the name and metadata of the agent that
+    the source is to know, once it has answered; none for questions only. Raises AuthError, IncompatibleError or
+    MemberDownError, and what `introduce` raises.
+    """
 
     def __init__(
         self,
         url: str,
         key: bytes,
         *,
-        agent: str = "",
-        metadata: bytes = b"",
+        introduce: Callable[[], tuple[str, bytes]] = lambda: ("", b""),
         connect: float = 5.0,
         timeout: float = 30.0,
     ) -> None:
@@ -95,11 +97,14 @@ class Link:
         try:
             self._socket.settimeout(timeout)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.greeting = frames.greet_source(self._socket, key, agent, metadata)
+            self.greeting = frames.greet_source(self._socket, key, introduce)
             self._socket.settimeout(None)
         except (OSError, ProtocolError, AuthError) as problem:
             self._socket.close()
             raise _from_greeting(url, problem) from None
+        except BaseException:
+            self._socket.close()
+            raise
         self._thread = threading.Thread(target=self._read, name="kvctl-peer-link", daemon=True)
         self._thread.start()
 
