@@ -38,7 +38,7 @@ from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.execute import Executor
-from kvctl.transfer.lanes import LaneSet, open_lanes
+from kvctl.transfer.lanes import LaneSet, open_lanes, transports_of
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
@@ -207,6 +207,7 @@ class _Copying:
         )  # fmt: skip
         generation, new = self._commit(copied, parent)
         fill(report, self.stats, self.writing, self.clock.busy(), 1, seconds=watch.since_ready)
+        report.transport = transports_of(self.reading, self.writing)
         report.paths = [lane.report() for lane in (*self.reading.lanes, *self.writing.lanes)]
         report.target = f"{self.name}@{generation} in repo {self.target.id[:8]}"
         report.bytes = sum(ref.size for ref in refs)

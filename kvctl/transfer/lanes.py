@@ -95,6 +95,15 @@ class LaneSet:
             lane.transport.close()
 
 
+def transports_of(*sets: LaneSet) -> list[TransportReport]:
+    """What ran on either end of a copy and why, each choice once."""
+    found: list[TransportReport] = []
+    for entry in (entry for lanes in sets for entry in lanes.report()):
+        if entry not in found:
+            found.append(entry)
+    return found
+
+
 def open_lanes(
     members: Sequence[Member],
     *,

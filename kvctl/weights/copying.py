@@ -17,7 +17,7 @@ from kvctl.repo.layout import check_name
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.execute import Executor
-from kvctl.transfer.lanes import LaneSet, open_lanes
+from kvctl.transfer.lanes import LaneSet, open_lanes, transports_of
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
@@ -98,6 +98,7 @@ class _Copy:
             buffer.close()
         report = self.report
         fill(report, self.stats, self.writing, self.clock.busy(), 1, seconds=watch.since_ready)
+        report.transport = transports_of(self.reading, self.writing)
         report.paths = [lane.report() for lane in (*self.reading.lanes, *self.writing.lanes)]
         report.needed = report.fetched = sum(ref.size for ref in missing)
         report.written = sum(lane.bytes for lane in self.writing.lanes)

@@ -24,7 +24,7 @@ from kvctl.repo.layout import check_name
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.execute import Executor
-from kvctl.transfer.lanes import LaneSet, open_lanes
+from kvctl.transfer.lanes import LaneSet, open_lanes, transports_of
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
@@ -237,6 +237,7 @@ class _Pushing:
             self.ctx.progress.end()
         report = self.report
         fill(report, self.stats, self.writing, self.clock.busy(), self.workers, seconds=watch.since_ready)
+        report.transport = transports_of(self.reading, self.writing)
         report.bytes = report.needed = report.fetched = total
         report.written = self.new_bytes
         report.tensors = sum(len(state.file.header.tensors) for state in states)
