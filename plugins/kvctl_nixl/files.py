@@ -46,7 +46,9 @@ def _identity(status: os.stat_result) -> _Identity:
 
 
 class NixlFiles(ThreadedTransport):
-    """`backend` and `params` make the agents; `chunk` is the size of a descriptor, 0: a transfer is one."""
+    """`backend` and `params` make the agents; `chunk` is the size of a descriptor, 0: a transfer is one. `certain`:
+    after an error nothing of the transfer is under way any more.
+    """
 
     name = "nixl-files"
 
@@ -61,10 +63,12 @@ class NixlFiles(ThreadedTransport):
         build: str = "auto",
         threads: int,
         chunk: int,
+        certain: bool,
     ) -> None:
         super().__init__(capabilities, threads=threads)
         self.place = place
         self.chunk = chunk
+        self._certain = certain
         self._known = known
         self._backend = backend
         self._params = dict(params)
@@ -180,8 +184,8 @@ class NixlFiles(ThreadedTransport):
             error = self._explain(op, fd, problem)
             # after an error the back end's queue is not to be trusted: the next operation gets a new agent
             self._retire(desk)
-            if self.chunk:
-                # the descriptors behind the failed one may still be under way, and nothing can tell when they end
+            if not self._certain:
+                # the requests behind the failed one may still be under way, and nothing can tell when they end
                 QUARANTINE.keep(buffer, desk, lambda: False)
                 raise AbandonedError(error) from None
             raise error from None
@@ -209,7 +213,7 @@ class NixlFiles(ThreadedTransport):
 
     def _retire(self, desk: Desk) -> None:
         self._local.desk = None
-        if not self.chunk:
+        if self._certain:
             desk.close()
 
     # -- errors ----------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class NixlPosix(NixlFiles):
             params={"use_aio" if aio else "use_uring": "true", "kernel_queue_size": str(queue)},
             threads=threads,
             chunk=chunk if direct else 0,
+            certain=not direct,
         )
         self._direct = direct
 

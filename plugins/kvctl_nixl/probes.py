@@ -19,7 +19,7 @@ BUILDS: Final = ("cu12", "cu13")
 OLDEST: Final = (1, 5, 1)
 INSTALL: Final = "pip install 'kvctl[nixl]'"
 _IO_URING_SETUP: Final = 425  # the same number on every architecture
-_CUDA_DRIVER: Final = "libcuda.so.1"
+CUDA_DRIVER: Final = "libcuda.so.1"
 _CUFILE: Final = "libcufile.so.0"
 
 
@@ -69,15 +69,6 @@ def io_uring_refusal() -> str:
     return f"io_uring: {os.strerror(code)}"
 
 
-def can_load(library: str) -> bool:
-    """Whether the dynamic linker finds `library`. Loads it: only for libraries whose loading starts nothing."""
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
 def has_library(name: str) -> bool:
     """Whether a shared library is where the linker looks, without loading it."""
     folders = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
@@ -94,14 +85,25 @@ def probe_gds() -> Probe:
     """GPUDirect Storage: driver first, since NIXL's back end without one never comes back."""
     if not any(installed(build) for build in BUILDS):
         return missing()
-    if not os.path.exists("/dev/nvidiactl") or not has_library(_CUDA_DRIVER):
+    if not os.path.exists("/dev/nvidiactl") or not has_library(CUDA_DRIVER):
         return Probe(
-            available=False, reason="no NVIDIA driver (libcuda.so.1, /dev/nvidiactl)", hint="a host with a GPU"
+            available=False,
+            reason="no NVIDIA driver (libcuda.so.1, /dev/nvidiactl)",
+            hint="it runs on hosts with an NVIDIA GPU",
         )
     if not has_library(_CUFILE):
         return Probe(
             available=False,
             reason="libcufile.so.0 is not installed",
-            hint="install NVIDIA GPUDirect Storage (package gds-tools or nvidia-fs) of your CUDA version",
+            hint="install NVIDIA GPUDirect Storage (libcufile, nvidia-fs) of your CUDA version",
+        )
+    ways = ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_USE_PCIP2PDMA")
+    if not os.path.exists("/proc/driver/nvidia-fs") and not any(
+        os.environ.get(name, "").lower() == "true" for name in ways
+    ):
+        return Probe(
+            available=False,
+            reason="the kernel module nvidia-fs is not loaded",
+            hint=f"modprobe nvidia-fs; or, where cuFile does without it, set {ways[1]}=true ({ways[0]}=true: no GDS)",
         )
     return Probe(available=True)

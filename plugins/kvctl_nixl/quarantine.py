@@ -19,6 +19,7 @@ class _Kept:
     # while a view of it is out, a buffer's `close` cannot unmap it
     view: memoryview | None
     buffer: Buffer
+    tensor: object  # what holds a GPU's memory
     owner: object
     ended: Callable[[], bool]
 
@@ -34,7 +35,7 @@ class Quarantine:
         """Keep `buffer`'s memory, and `owner` (the agent that moves the bytes), until `ended()` says so."""
         view = None if buffer.kind == "cuda" else buffer.view[:]
         with self._lock:
-            self._kept.append(_Kept(view, buffer, owner, ended))
+            self._kept.append(_Kept(view, buffer, getattr(buffer, "tensor", None), owner, ended))
 
     def release_ended(self) -> None:
         with self._lock:

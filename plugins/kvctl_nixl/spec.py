@@ -23,6 +23,25 @@ POSIX = TransportSpec(
     install_hint=_HINT,
     probe="kvctl_nixl.probes:probe_nixl",
 )
+GDS = TransportSpec(
+    "nixl-gds",
+    "NIXL's GDS back end: files straight into GPU memory",
+    "kvctl_nixl.gds:open_transport",
+    schemes=("file",),
+    memory_kinds=frozenset({"cuda"}),
+    rank=40,
+    options=(
+        Option("backend", "gds (batches) or gds_mt (threads)", "gds"),
+        Option("threads", "operations at once, an agent each", "1"),
+        Option("request", "gds: bytes of one cuFile request", "4 MiB"),
+        Option("compat", "true: let cuFile bounce through host memory where it cannot do better", "false"),
+        Option("build", "cu12, cu13 or auto: which build of NIXL", "auto"),
+    ),
+    requirements="nixl-cu12 or nixl-cu13 1.5.1, numpy; an NVIDIA GPU, libcudart, libcufile, nvidia-fs",
+    install_hint=_HINT,
+    probe="kvctl_nixl.probes:probe_gds",
+    serves="kvctl_nixl.gds:serves",
+)
 OBJ = TransportSpec(
     "nixl-obj",
     "NIXL's OBJ back end: S3 by the AWS SDK, or by RDMA where an engine for the server is installed",

@@ -24,6 +24,7 @@ from kvctl.core.errors import AuthError
 VERSION: Final = 1
 HEADER_LIMIT: Final = 64 << 10
 BLOB_LIMIT: Final = 16 << 20
+GET_LIMIT: Final = 8 << 20  # bytes of an object in one answer
 GREETING_LIMIT: Final = 4 << 10
 METADATA_LIMIT: Final = 1 << 20
 _LENGTHS: Final = struct.Struct("!II")

@@ -33,7 +33,6 @@ from kvctl_nixl.quarantine import QUARANTINE
 _GREETING_SECONDS: Final = 10.0
 _SEND_SECONDS: Final = 30.0
 _PAGE: Final = 1000
-_GET_LIMIT: Final = 8 << 20
 _BUSY: Final = (0.00005, 0.001)  # seconds between two looks at transfers in flight: from, to
 _IDLE: Final = 0.001  # with sinks connected, which may read
 _READING: Final = 1.0  # seconds after a question of a sink that reads in which it is driven without pause
@@ -286,7 +285,7 @@ class Source:
         if what == "get":
             entry = self._table.get(name)
             end = min(offset + length, entry.info.size)
-            if end - offset > _GET_LIMIT:
+            if end - offset > frames.GET_LIMIT:
                 raise UsageError(f"{name}: {end - offset} bytes at once are for a transport, not for a question")
             return {}, bytes(entry.buffer.view[entry.offset + offset : entry.offset + end]) if offset < end else b""
         version, size = header.get("version"), header.get("size")

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from kvctl.core.errors import ConfigError, IncompatibleError, UsageError
 from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
+from kvctl_nixl.peer.frames import GET_LIMIT
 from kvctl_nixl.peer.link import Link, pages
 
 
@@ -58,9 +59,17 @@ class PeerStore:
                 yield ObjectInfo(str(name).removeprefix(self.prefix), int(size), str(version), _when(modified))
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        wanted = self.stat(key).size if length is None else length
-        question = {"do": "get", "name": self.full_name(key), "offset": start, "length": max(0, wanted)}
-        return self.link().question(question)[1]
+        name = self.full_name(key)
+        wanted = max(0, self.stat(key).size - start) if length is None else length
+        parts = []
+        while wanted > 0:
+            question = {"do": "get", "name": name, "offset": start, "length": min(wanted, GET_LIMIT)}
+            part = self.link().question(question)[1]
+            if not part:
+                break
+            parts.append(part)
+            start, wanted = start + len(part), wanted - len(part)
+        return b"".join(parts)
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
