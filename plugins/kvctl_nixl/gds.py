@@ -99,8 +99,9 @@ def serves(config: StoreConfig, store: Store) -> str:
     return f"GPUDirect Storage is not enabled on {kind}"
 
 
-def _set_up(compat: bool) -> None:
-    """CuFile reads its environment when its driver is opened. Its log would go to the working directory."""
+def _set_up(options: Mapping[str, str]) -> None:
+    """For cuFile, which reads its environment when its driver is opened; its log would go to the working directory."""
+    compat = choice(options, "compat", ("false", "true"))
     os.environ.setdefault("CUFILE_LOGFILE_PATH", os.path.join(tempfile.gettempdir(), f"kvctl-cufile-{os.getuid()}.log"))
     if "compat" in options:
         os.environ["CUFILE_ALLOW_COMPAT_MODE"] = compat
