@@ -1,4 +1,6 @@
-"""JSON over HTTP to an engine, with kvctl's errors. One connection, one request at a time; bodies land in memory given."""
+"""JSON over HTTP to an engine, with kvctl's errors. One connection, one request at a time; bodies land where they are
+wanted.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Whose KV, of which tokens. `tenant` names the secret under which keys are made; `key`: the repo's master secret."""
+    """Whose KV, of which tokens. `tenant`: under whose secret keys are made; `key`: the repo's master secret."""
 
     descriptor: Descriptor
     tokens: array[int]

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from kvctl.core.cancel import CancelToken
 from kvctl.core.context import Context
@@ -66,7 +66,7 @@ class TensorStream:
         self._missing = {tensor: tensor.end - tensor.start for tensor in self.plan.tensors}
         self._index = _Index(self.plan.tensors)
 
-    def __enter__(self) -> TensorStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -65,7 +65,7 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def stream(address: str, extra: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # Any: JSON
-    """The tensors of a weights address for this process's rank; notes what the engine holds then, and logs the report."""
+    """The tensors of a weights address for this process's rank; notes what the engine holds then, logs the report."""
     settings = places.config(extra.get("config"))
     options = {name: extra[name] for name in ("transport", "verify", "max_rate") if name in extra}
     request = places.weights_request(settings, address, extra.get("repo"), **options)

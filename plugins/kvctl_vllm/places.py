@@ -1,4 +1,4 @@
-"""Addresses in an engine's settings: the user's kvctl configuration, repos and sources as kvctl's use cases take them."""
+"""Addresses in an engine's settings: the user's configuration, repos and sources as kvctl's use cases take them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kvctl.repo.repo import Repo
 from kvctl_vllm.depot import Depot
 from kvctl_vllm.identity import Identity
 from kvctl_vllm.messages import Load, News, Orders, Store
-from kvctl_vllm.settings import Ask, Settings
+from kvctl_vllm.settings import PARAMS, Ask, Settings
 
 log = logging.getLogger("vllm.kvctl")
 LOOKERS: Final = 2
@@ -122,8 +122,11 @@ class SchedulerSide:
         return Want(descriptor, array("I", tokens), ask.tenant, self._key)
 
     def _look(self, request: Request, ask: Ask, digest: str, computed: int) -> tuple[Want, Prefix | None]:
-        # the last token is always computed: its logits are what the request is for
-        want = self._want(request, ask, digest, request.prompt_token_ids[:-1])
+        # The last token is always computed: its logits are what the request is for. What is loaded beside the steps may
+        # reach over it, but not where a window would have to begin one token earlier for that.
+        over = self._beside and not any(self._windows)
+        prompt = request.prompt_token_ids
+        want = self._want(request, ask, digest, prompt if over else prompt[:-1])
 
         def find(repo: Repo) -> Prefix:
             return find_prefix(repo, want, self._depot.ctx, session=ask.session, above=computed)
@@ -154,31 +157,43 @@ class SchedulerSide:
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         asked = self._asked.pop(request.request_id, None) or self._ask(request)
+        told = self._answer(request, asked)
         self._asked.pop(request.request_id, None)
         if request.request_id in self._mixed:
             self._mixed.discard(request.request_id)
-            return False, None
+            return False, told
         if asked is None or not asked.ask.push or self._news.digest is None or self._depot.resting:
-            return False, None
+            return False, told
         if request.status.name not in {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}:
-            return False, None
+            return False, told
         processed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         tokens = self._storable(min(processed, request.num_tokens - 1), blocks)
         known = 0 if asked.found is None else asked.found.tokens
         if tokens < self._settings.min_tokens or (asked.ask.session is None and tokens <= known):
-            return False, None
+            return False, told
         try:
             want = self._want(request, asked.ask, self._news.digest, request.all_token_ids[:tokens])
         except KvctlError as error:
             log.warning("kvctl: request %s is not stored: %s", request.request_id, error)
-            return False, None
+            return False, told
         self._orders.stores.append(
             Store(
                 request.request_id, want, tuple(tuple(group) for group in blocks), asked.ask.target,
                 asked.ask.with_tokens, self._news.generation,
             )
         )  # fmt: skip
-        return True, {"kvctl": {"tokens": tokens, **({"session": asked.ask.target} if asked.ask.target else {})}}
+        if told is not None:
+            told[PARAMS]["stores"] = tokens
+        return True, told
+
+    def _answer(self, request: Request, asked: _Asked | None) -> dict[str, Any] | None:
+        """What the response says to a client that spoke of kvctl: tokens of its prompt that were here, that were found
+        in the store beyond, that will be stored.
+        """
+        if asked is None or not (request.kv_transfer_params or {}).get(PARAMS):
+            return None
+        found = 0 if asked.found is None else max(0, asked.found.tokens - asked.start)
+        return {PARAMS: {"here": asked.start, "found": found, "stores": 0}}
 
     def _storable(self, tokens: int, blocks: Sequence[Sequence[int]]) -> int:
         """Whole blocks of 16, where every sliding group still holds the window before their end; else all of it."""

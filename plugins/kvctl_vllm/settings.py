@@ -32,7 +32,7 @@ class Settings:
     push: str = "end"
     pull: bool = True
     mode: str = "prefix"
-    min_tokens: int = 16
+    min_tokens: int = 64
     lookup: float = 5.0
     staging: int = 1 << 30
     rest: float = 5.0

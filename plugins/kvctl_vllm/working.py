@@ -101,7 +101,8 @@ class WorkerSide:
         self._holding: set[str] = set()  # requests whose blocks are still read
         self._bad: set[int] = set()
         self.counts = Counts()
-        self.recent: dict[str, Store] = {}
+        self._recent: dict[str, Store] = {}
+        self._outcomes: dict[str, dict[str, Any]] = {}  # Any: JSON
         if held().digest is None:
             generation = held().generation
             threading.Thread(target=self._learn, args=(generation, folder), name="kvctl-digest", daemon=True).start()
@@ -252,8 +253,10 @@ class WorkerSide:
             self._put(store)
         except KvctlError as error:
             log.warning("kvctl: request %s is not stored: %s", store.request, error)
-        except Exception:
+            self._settled(store.request, problem=str(error))
+        except Exception as error:
             log.exception("kvctl: storing request %s failed", store.request)
+            self._settled(store.request, problem=str(error))
         finally:
             self._release(store.request)
 
@@ -286,6 +289,7 @@ class WorkerSide:
                 else "the weights have changed"
             )  # fmt: skip
             log.warning("kvctl: request %s is not stored: %s", store.request, why)
+            self._settled(store.request, problem=why)
             return
         layers, memory = self._read_out(store, starts)
         self._release(store.request)
@@ -293,6 +297,27 @@ class WorkerSide:
             self._push(store, layers)
         finally:
             del layers, memory
+
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone at the moment, as it did not answer."""
+        return self._depot.resting
+
+    def outcome(self, request: str) -> dict[str, Any]:  # Any: JSON
+        """What became of storing the request whose id contains this: {} while it is under way or unknown."""
+        with self._lock:
+            return next((dict(found) for name, found in reversed(self._outcomes.items()) if request in name), {})
+
+    def tokens_of(self, request: str) -> list[int] | None:
+        with self._lock:
+            found = next((store for name, store in reversed(self._recent.items()) if request in name), None)
+        return None if found is None else found.want.tokens.tolist()
+
+    def _settled(self, request: str, **what: Any) -> None:  # Any: JSON
+        with self._lock:
+            self._outcomes[request] = what
+            while len(self._outcomes) > RECENT:
+                del self._outcomes[next(iter(self._outcomes))]
 
     def _push(self, store: Store, layers: dict[tuple[int, int], LayerKv]) -> None:
         want = store.want
@@ -310,10 +335,15 @@ class WorkerSide:
         report = self._depot.use(f"storing {session}", lambda _: push_session(request, Context(retry=PATIENCE)))
         if report is None:
             self.counts.dropped += 1
+            self._settled(store.request, problem="the store does not answer")
             return
         self.counts.stores += 1
         self.counts.stored_tokens += len(want.tokens)
         self.counts.written += report.written
+        self._settled(
+            store.request, session=f"{session}@{report.extra['generation']}", tokens=len(want.tokens),
+            written=report.written, seconds=time.monotonic() - started,
+        )  # fmt: skip
         log.info(
             "kvctl: request %s: %d tokens stored as %s@%s, %s written in %.3f s", store.request, len(want.tokens),
             session, report.extra["generation"], format_size(report.written), time.monotonic() - started,
@@ -357,9 +387,9 @@ class WorkerSide:
 
     def _remember(self, store: Store) -> None:
         with self._lock:
-            self.recent[store.request] = store
-            while len(self.recent) > RECENT:
-                del self.recent[next(iter(self.recent))]
+            self._recent[store.request] = store
+            while len(self._recent) > RECENT:
+                del self._recent[next(iter(self._recent))]
 
     def close(self) -> None:
         self._loads.shutdown(wait=True, cancel_futures=True)

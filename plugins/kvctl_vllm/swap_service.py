@@ -1,0 +1,261 @@
+"""A swap as the API server drives it: check and stage while requests run, then close the gate, pause, save, apply,
+verify, reset, resume, open. Whatever fails, the old weights serve again; when even that fails, nothing serves, and the
+gate stays closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from kvctl.core.errors import (
+    ConflictError,
+    KvctlError,
+    NotFoundError,
+    NothingServesError,
+    SwapFailedError,
+    TransientError,
+    UsageError,
+)
+from kvctl.engines.api import IN_FLIGHT
+from kvctl_vllm.gate import Gate
+from kvctl_vllm.remote import Engine
+
+log = logging.getLogger("vllm.kvctl")
+MODES: Final = {"drain": "wait", "abort": "abort", "keep": "keep"}
+STEPS: Final = ("check", "stage", "pause", "save", "apply", "apply-late", "verify", "reset", "resume")
+POLL: Final = 0.05  # seconds between looks at what is being staged
+LONGEST_LEASE: Final = 600.0  # seconds that a reader of weights may hold updates up
+QUICK: Final = 30.0  # seconds for a pause with nothing to wait for
+
+
+class SwapService:
+    def __init__(self, engine: Engine, gate: Gate) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._busy = asyncio.Lock()
+        self._leased_until = 0.0
+        self._held: dict[str, Any] | None = None  # Any: JSON; the result of a swap that waits for its smoke test
+        self._watch: asyncio.Task[None] | None = None
+        self.paused = False
+
+    def lease(self, seconds: float) -> None:
+        """Updates wait that long, for somebody who reads the weights; 0 ends it."""
+        self._leased_until = time.monotonic() + min(seconds, LONGEST_LEASE) if seconds > 0 else 0.0
+
+    async def swap(self, body: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        """Raises IncompatibleError and what reading raises while nothing was paused yet, SwapFailedError when the old
+        weights serve on, NothingServesError when nothing does, ConflictError during another swap.
+        """
+        asked = _Asked(body)
+        if self._busy.locked() or self._held is not None:
+            raise ConflictError("another swap of this engine is under way")
+        async with self._busy:
+            # a client that goes away does not leave a swap half done
+            return await asyncio.shield(asyncio.ensure_future(self._swap(asked)))
+
+    async def _swap(self, asked: _Asked) -> dict[str, Any]:  # Any: JSON
+        engine, steps = self._engine, _Steps(asked.fail_at)
+        async with steps.step("check"):
+            await engine.call("kvctl_swap", "check", address=asked.weights, repo=asked.repo)
+        try:
+            async with steps.step("stage"):
+                await self._stage()
+        except KvctlError as error:
+            raise SwapFailedError(
+                "the new weights could not be loaded, and the old ones serve",
+                cause=str(error),
+                hint=error.hint,
+                details={"code": error.code},
+            ) from error
+        await self._readers()
+        applied = False
+        began = time.monotonic()
+        token = secrets.token_urlsafe(16) if asked.hold else ""
+        try:
+            async with steps.step("pause"):
+                self._gate.close(token)
+                await engine.pause(MODES[asked.in_flight], asked.drain if asked.in_flight == "drain" else QUICK)
+                self.paused = True
+            async with steps.step("save"):
+                await engine.call("kvctl_swap", "save")
+            applied = True
+            async with steps.step("apply"):
+                await engine.call("kvctl_swap", "apply", fail_late=asked.fail_at == "apply-late")
+            async with steps.step("verify"):
+                verified = await engine.call("kvctl_swap", "verify")
+            async with steps.step("reset"):
+                await engine.reset(connector=True, running=asked.in_flight == "keep")
+            async with steps.step("resume"):
+                await engine.resume()
+                self.paused = False
+        except Exception as error:
+            await self._undo(error, applied=applied)
+        said = await engine.call("kvctl_info")
+        result = {
+            "state": "serving",
+            "source": said["source"],
+            "digest": said["digest"],
+            "generation": said["generation"],
+            "steps": steps.seconds,
+            "paused": time.monotonic() - began,
+            "verified": verified["bytes"],
+            "token": token,
+            "keep": asked.keep,
+        }
+        if asked.hold:
+            self._held = result
+            self._watch = asyncio.create_task(self._give_up_after(asked.hold_seconds))
+            return {**result, "state": "held"}
+        self._gate.open()
+        await engine.call("kvctl_swap", "done", keep=asked.keep)
+        log.info("kvctl: %s serves, after a pause of %.3f s", said["source"], result["paused"])
+        return result
+
+    async def _stage(self) -> None:
+        await self._engine.call("kvctl_swap", "stage")
+        while not (await self._engine.call("kvctl_swap", "staged"))["done"]:
+            await asyncio.sleep(POLL)  # noqa: ASYNC110 - the worker can only be asked
+
+    async def _readers(self) -> None:
+        """Wait for those who read the weights; their leases end."""
+        while (left := self._leased_until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, POLL))
+
+    async def _undo(self, error: Exception, *, applied: bool) -> None:
+        """Back to the old weights. Always raises."""
+        log.warning("kvctl: the swap failed (%s); back to the old weights", error)
+        try:
+            if applied:
+                if not self.paused:
+                    await self._engine.pause("abort", QUICK)
+                    self.paused = True
+                await self._engine.call("kvctl_swap", "back")
+                await self._engine.reset(connector=True, running=True)
+            await self._engine.call("kvctl_swap", "done", keep=False)
+            await self._engine.resume()
+            self.paused = False
+        except Exception as worse:
+            log.exception("kvctl: the old weights do not serve either")
+            raise NothingServesError(
+                "the swap failed, and the old weights could not be brought back: nothing serves",
+                cause=f"{error}; then {worse}",
+                hint="restart the engine",
+            ) from worse
+        self._gate.open()
+        raise SwapFailedError(
+            "the swap failed, and the old weights serve",
+            cause=str(error),
+            hint=getattr(error, "hint", None),
+            details={"code": getattr(error, "code", "failure")},
+        ) from error
+
+    # -- a held swap, and the one before -----------------------------------------------------------------------
+
+    async def finish(self) -> dict[str, Any]:  # Any: JSON
+        held = self._take_held()
+        self._gate.open()
+        await self._engine.call("kvctl_swap", "done", keep=bool(held["keep"]))
+        return {**held, "state": "serving"}
+
+    async def rollback(self) -> dict[str, Any]:  # Any: JSON
+        """Raises NotFoundError when there is nothing to go back to."""
+        async with self._busy:
+            if self._held is not None:
+                self._take_held()
+            elif (await self._engine.call("kvctl_info"))["kept"] is None:
+                raise NotFoundError("there are no weights to go back to", hint="swap with --keep-previous to keep them")
+            await self._readers()
+            return await asyncio.shield(asyncio.ensure_future(self._rollback()))
+
+    async def _rollback(self) -> dict[str, Any]:  # Any: JSON
+        steps, began = _Steps(""), time.monotonic()
+        try:
+            async with steps.step("pause"):
+                self._gate.close()
+                await self._engine.pause("wait", QUICK)
+                self.paused = True
+            async with steps.step("apply"):
+                await self._engine.call("kvctl_swap", "back")
+            async with steps.step("reset"):
+                await self._engine.reset(connector=True)
+            async with steps.step("resume"):
+                await self._engine.resume()
+                self.paused = False
+        except TransientError:
+            if not self.paused:
+                self._gate.open()  # requests did not end in time: nothing was changed
+            raise
+        except Exception as error:
+            raise NothingServesError(
+                "the old weights could not be brought back: nothing serves", cause=str(error)
+            ) from error
+        self._gate.open()
+        said = await self._engine.call("kvctl_info")
+        return {
+            "state": "serving", "source": said["source"], "digest": said["digest"], "generation": said["generation"],
+            "steps": steps.seconds, "paused": time.monotonic() - began, "verified": 0, "token": "",
+        }  # fmt: skip
+
+    def _take_held(self) -> dict[str, Any]:  # Any: JSON
+        if self._held is None:
+            raise NotFoundError("no swap is held in this engine")
+        held, self._held = self._held, None
+        if self._watch is not None:
+            self._watch.cancel()
+        return held
+
+    async def _give_up_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        log.warning("kvctl: nobody finished the held swap in %g s; back to the old weights", seconds)
+        self._watch = None
+        with contextlib.suppress(KvctlError):
+            await self.rollback()
+
+
+class _Asked:
+    """The body of a swap. Raises UsageError."""
+
+    def __init__(self, body: dict[str, Any]) -> None:  # Any: JSON
+        known = {
+            *("weights", "repo", "in_flight", "drain_seconds", "keep_previous", "hold", "hold_seconds", "fail_at"),
+        }
+        if set(body) - known or not isinstance(body.get("weights"), str):
+            raise UsageError(f"a swap takes {', '.join(sorted(known))}", cause=f"{sorted(body)}")
+        self.weights: str = body["weights"]
+        self.repo: str | None = body.get("repo")
+        self.in_flight = str(body.get("in_flight", "drain"))
+        self.drain = float(body.get("drain_seconds", 60.0))
+        self.keep = bool(body.get("keep_previous", False))
+        self.hold = bool(body.get("hold", False))
+        self.hold_seconds = float(body.get("hold_seconds", 300.0))
+        self.fail_at = str(body.get("fail_at", ""))
+        if self.in_flight not in IN_FLIGHT:
+            raise UsageError(f"in_flight {self.in_flight!r}", hint=f"one of {', '.join(IN_FLIGHT)}")
+        if self.fail_at and self.fail_at not in STEPS:
+            raise UsageError(f"there is no step {self.fail_at!r}", hint=f"one of {', '.join(STEPS)}")
+        if self.hold and self.in_flight == "keep":
+            raise UsageError(
+                "requests that are kept would go on before the smoke test", hint="use drain or abort with a smoke test"
+            )
+
+
+class _Steps:
+    """Seconds of each step; the one called `fail_at` fails once its work is done."""
+
+    def __init__(self, fail_at: str) -> None:
+        self.fail_at = fail_at
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def step(self, name: str) -> AsyncIterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - started
+        if name == self.fail_at:
+            raise KvctlError(f"rehearsed failure at {name}")
