@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from array import array
@@ -76,7 +77,8 @@ class StoredSession:
 
     def __exit__(self, *_: object) -> None:
         if self.hold is not None:
-            self.hold.release()
+            with contextlib.suppress(KvctlError):  # on a member that went down, say: a lease ends by itself
+                self.hold.release()
 
     def keep(self) -> None:
         """Renew the lease when a part of its term is over: call it now and then, from any thread; cheap otherwise.

@@ -71,6 +71,7 @@ class Hold:
         self._version = ""
         self._parts: list[str] = []
         self._renewed = 0.0
+        self._due = 0.0
 
     @classmethod
     def begin(cls, repo: Repo, prefix: str, label: str, *, ttl: float = TTL, names: Iterable[str] = ()) -> Hold:
@@ -99,6 +100,7 @@ class Hold:
         info = self.member.store.put(self.key, document, if_version=if_version)
         self._version = info.version
         self._renewed = started
+        self._due = started + self._ttl / 3
 
     def declare(self, names: Iterable[str]) -> None:
         """Hold these names too, from the moment this returns. Raises TransientError when gc closed the hold."""
@@ -112,8 +114,15 @@ class Hold:
 
     def keep(self) -> None:
         """Renew the hold when a third of its time is gone; cheap otherwise. Raises as `declare`."""
-        if time.monotonic() - self._renewed > self._ttl / 3:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        try:
             self.renew()
+        except MemberDownError:
+            if now - self._renewed > self._ttl:
+                raise
+            self._due = now + self._ttl / 30  # gc waits for this member too
 
     def renew(self) -> None:
         try:
