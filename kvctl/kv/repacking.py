@@ -34,29 +34,40 @@ class _Pack:
 
 def repack_sessions(repo: Repo, live_ratio: float, keep: Callable[[], None]) -> RepackResult:
     """A `kvctl.repo.repack.Repacker`. Packs that are damaged, or whose manifests change meanwhile, are left alone."""
-    manifests: dict[str, tuple[SessionManifest, str]] = {}
-    for item in list_generations(repo):
-        try:
-            data, version = repo.read_meta_versioned(item.key)
-            manifests[item.key] = SessionManifest.parse(data, item.key), version
-        except (NotFoundError, FormatError, IncompatibleError):
-            continue
     packs: dict[str, _Pack] = {}
-    for manifest, _ in manifests.values():
-        for use in uses_of(manifest):
+    candidates: list[str] = []  # a pack is worth it only where it is so for every manifest that names it
+    for item in list_generations(repo):
+        found = _read(repo, item.key)
+        if found is None:
+            continue
+        uses = uses_of(found[0])
+        if any(use.blocks / use.total < live_ratio for use in uses):
+            candidates.append(item.key)
+        for use in uses:
             pack = packs.setdefault(use.chunk.name, _Pack(use.chunk, use.total))
             pack.used = max(pack.used, use.blocks)
     old = {name: pack for name, pack in packs.items() if pack.used / pack.total < live_ratio}
+    packs.clear()
     work = _Repacking(repo, repo.ctx, old, keep)
     try:
-        for key, (manifest, version) in manifests.items():
-            if version and any(name in old for name, _ in manifest.chunks):
+        for key in candidates if old else ():
+            found = _read(repo, key)
+            if found is not None and found[1] and any(name in old for name, _ in found[0].chunks):
                 keep()
-                work.manifest(key, manifest, version)
+                work.manifest(key, *found)
     finally:
         work.close()
     keep()
     return RepackResult(len(work.done), work.freed, work.manifests, sweep(repo, list_chunks(repo)))
+
+
+def _read(repo: Repo, key: str) -> tuple[SessionManifest, str] | None:
+    """A manifest and its version; None when it is gone, or not to be understood."""
+    try:
+        data, version = repo.read_meta_versioned(key)
+        return SessionManifest.parse(data, key), version
+    except (NotFoundError, FormatError, IncompatibleError):
+        return None
 
 
 class _Repacking:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvctl.core.context import Context
 from kvctl.kv.evict import EvictRequest, evict_sessions
 from kvctl.kv.identity import Group
 from kvctl.kv.inspecting import list_sessions
 from kvctl.kv.push import PushSession, push_session
+from kvctl.kv.repacking import repack_sessions
 from kvctl.kv.seams import MemorySource
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.repo import Repo
 from tests.kv.counting import Calls
-from tests.kv.world import descriptor, layer_kv, make_repo, mem_stores, objects, some_tokens
+from tests.kv.world import descriptor, layer_kv, make_repo, mem_stores, objects, push, some_tokens
 
 SMALL = Group("full", (0,), 1, 4, 4)
 
@@ -76,3 +79,21 @@ def test_a_long_sessions_manifest_is_small() -> None:
     assert len(manifest.to_bytes()) < 1 << 20
     assert len(uses) < 5_000
     assert len(nodes) <= tokens // 1_024 + 11
+
+
+@pytest.mark.parametrize("sessions", [2, 8])
+def test_gc_asks_for_each_manifest_and_index_node_and_lists_the_rest(ctx: Context, calls: Calls, sessions: int) -> None:
+    """The numbers in `kvctl help repos`."""
+    repo = make_repo(mem_stores(1), ctx)
+    for number in range(sessions):
+        push(repo, f"alice/chat{number}", some_tokens(1_200, seed=number), ctx)
+    nodes = len(objects(repo, "index/"))
+    assert nodes == 4 * sessions
+    with Repo.open(repo, ctx) as opened:
+        calls.reset()
+        run_gc(opened)
+        assert len(calls.control) == 10 + sessions
+        calls.reset()
+        run_gc(opened, GcOptions(repacker=repack_sessions))
+        assert len(calls.control) == 14 + 4 * sessions + nodes
+    assert not calls.bulk
