@@ -46,7 +46,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
         "ranged_write": ("a write of a part",),
         "writes": ("writes",),
         "one_sided": ("cancelled operations end and are not touched again", "a running operation can be cancelled"),
-        "scatter": ("a read into several views", "scatter"),
+        "scatter": ("a read fills its parts in turn",),
     },
 }
 
@@ -154,7 +154,7 @@ def check_contracts(
         raise EnvError("the contracts need pytest", hint="pip install 'kvctl[check]'")
     if config.scheme not in registry.store_specs():
         registry.open_store(config)  # raises with the words for it
-    ways = _ways(config.scheme, transport)
+    ways = _ways(config, transport)
     if options and transport == "auto":
         raise UsageError("--transport-opt needs --transport: options belong to one", hint="name the transport")
     prefix = fresh_prefix("check")
@@ -175,7 +175,8 @@ def check_contracts(
     return result
 
 
-def _ways(scheme: str, name: str) -> list[Way]:
+def _ways(config: StoreConfig, name: str) -> list[Way]:
+    scheme = config.scheme
     if name != "auto":
         registry.choose(scheme, "host", name)  # raises when it cannot run here
         return [Way(name, checked=True)]
@@ -187,10 +188,25 @@ def _ways(scheme: str, name: str) -> list[Way]:
             kinds = ", ".join(sorted(spec.memory_kinds))
             found.append(Way(spec.name, checked=False, reason=f"it moves bytes to {kinds} memory only"))
             continue
+        if spec.rank < 0:
+            hint = f"--transport {spec.name}"
+            found.append(Way(spec.name, checked=False, reason="it runs only when asked for by name", hint=hint))
+            continue
         probed = registry.probe(spec)
-        hint = "" if probed.available else probed.hint or spec.install_hint
-        found.append(Way(spec.name, probed.available, probed.reason, hint))
+        reason, hint = probed.reason, probed.hint or spec.install_hint
+        if probed.available:
+            reason, hint = _unserved(spec, config), ""
+        found.append(Way(spec.name, checked=not reason, reason=reason, hint=hint))
     return found
+
+
+def _unserved(spec: registry.TransportSpec, config: StoreConfig) -> str:
+    """Why the store's server does not offer what the transport needs."""
+    store = registry.open_store(config)
+    try:
+        return registry.unserved(spec, ((config, store),))
+    finally:
+        store.close()
 
 
 def _try_writing(place: StoreConfig, ctx: Context) -> None:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.request import urlopen
 
+from kvctl.bench.bare_rdma import RdmaRival, why_not
 from kvctl.bench.ceilings import Ceiling, make_ceiling
 from kvctl.bench.rivals import Batch, Memory, Range, Rival, TransportRival, check_content
 from kvctl.core.addresses import StoreConfig
@@ -35,6 +36,8 @@ KEY: Final = "object.bin"
 SIZES: Final = (64 << 10, MIB, 4 * MIB, 16 * MIB)
 CONCURRENCIES: Final = (1, 4)
 _LEAST_OBJECT: Final = 64 * MIB
+_RDMA_RANK: Final = 30  # of transports that move bytes by RDMA
+RDMA_CEILING: Final = "ceiling-rdma"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class BenchOptions:
 @dataclass(slots=True)
 class Cell:
     """One path at one size and concurrency. Rates are medians over the rounds, latencies over all requests; CPU
-    seconds per decimal GB. `of_ceiling` is the median of the rounds' own ratios; `p50_ratio` how many times the
-    ceiling's p50 a request took.
+    seconds per decimal GB. `of_ceiling` is the median of the rounds' own ratios to `ceiling`, the name of the one that
+    this path is held to; `p50_ratio` how many times the ceiling's p50 a request took.
     """
 
     path: str
@@ -68,20 +71,22 @@ class Cell:
     p99_s: float
     client_cpu_s_per_gb: float
     server_cpu_s_per_gb: float | None
+    ceiling: str = ""
     of_ceiling: float | None = None
     p50_ratio: float | None = None
 
 
 @dataclass(slots=True)
 class StoreResult:
-    """`passed_over`: what is faster than the choice of `auto`, and why it does not run. `failed`: what broke while it
-    was measured. `left`: objects that are still there.
+    """`ceiling` and `rdma_ceiling`: how each was measured, or why not. `passed_over`: what is faster than the choice of
+    `auto`, and why it does not run. `failed`: what broke while it was measured. `left`: objects that are still there.
     """
 
     name: str
     url: str
     prefix: str
     ceiling: str
+    rdma_ceiling: str
     server_cpu: str
     auto: str
     auto_reason: str
@@ -149,12 +154,25 @@ def bench_paths(stores: Sequence[tuple[str, StoreConfig]], options: BenchOptions
 
 
 def _bench_store(name: str, config: StoreConfig, options: BenchOptions, ctx: Context) -> StoreResult:
-    choice = registry.choose(config.scheme, "host", options.transport)
-    specs, unavailable = _specs(config.scheme, options.transport)
+    asked = registry.open_store(config)
+    try:
+        choice = registry.choose(config.scheme, "host", options.transport, stores=((config, asked),))
+        specs, unavailable = _specs(config, asked, options.transport)
+    finally:
+        asked.close()
     prefix = fresh_prefix("bench")
     place = below(config, prefix)
     found = StoreResult(
-        name, config.url, prefix, "", "", choice.spec.name, choice.reason, list(choice.passed_over), unavailable
+        name,
+        config.url,
+        prefix,
+        ceiling="",
+        rdma_ceiling="",
+        server_cpu="",
+        auto=choice.spec.name,
+        auto_reason=choice.reason,
+        passed_over=list(choice.passed_over),
+        unavailable=unavailable,
     )
     if found.name == config.url and config.endpoints:
         found.notes.append(f"over {', '.join(config.endpoints)}, requests in turn")
@@ -175,24 +193,34 @@ def _bench_store(name: str, config: StoreConfig, options: BenchOptions, ctx: Con
     return found
 
 
-def _specs(scheme: str, name: str) -> tuple[list[registry.TransportSpec], list[dict[str, str]]]:
+def _specs(config: StoreConfig, store: Store, name: str) -> tuple[list[registry.TransportSpec], list[dict[str, str]]]:
     """What is measured, and what cannot be and why."""
     specs: list[registry.TransportSpec] = []
     unavailable: list[dict[str, str]] = []
     for spec in sorted(registry.transport_specs().values(), key=lambda item: (-item.rank, item.name)):
-        if (spec.schemes and scheme not in spec.schemes) or name not in {"auto", spec.name}:
+        if (spec.schemes and config.scheme not in spec.schemes) or name not in {"auto", spec.name}:
             continue
-        if "host" not in spec.memory_kinds:
-            kinds = ", ".join(sorted(spec.memory_kinds))
-            reason, hint = f"it moves bytes to {kinds} memory: `scripts/gpu-check` measures it", ""
+        reason, hint = _refusal(spec, config, store, named=name != "auto")
+        if reason:
+            unavailable.append({"path": spec.name, "reason": reason, "hint": hint})
         else:
-            probed = registry.probe(spec)
-            if probed.available:
-                specs.append(spec)
-                continue
-            reason, hint = probed.reason, probed.hint or spec.install_hint
-        unavailable.append({"path": spec.name, "reason": reason, "hint": hint})
+            specs.append(spec)
     return specs, unavailable
+
+
+def _refusal(spec: registry.TransportSpec, config: StoreConfig, store: Store, *, named: bool) -> tuple[str, str]:
+    """(why a transport is not measured, how to get it); empty when it is."""
+    if "host" not in spec.memory_kinds:
+        kinds = ", ".join(sorted(spec.memory_kinds))
+        return f"it moves bytes to {kinds} memory: `scripts/gpu-check` measures it", ""
+    probed = registry.probe(spec)
+    if not probed.available:
+        return probed.reason, probed.hint or spec.install_hint
+    if named:
+        return "", ""
+    if spec.rank < 0:
+        return "it runs only when asked for by name", f"--transport {spec.name}"
+    return registry.unserved(spec, ((config, store),)), ""
 
 
 def _measure(
@@ -219,6 +247,8 @@ def _measure(
         stack.callback(ceiling.close)
         rivals.append(ceiling.rival)
         found.ceiling = ceiling.how
+    if any(spec.rank == _RDMA_RANK or spec.name == "s3-rdma" for spec in specs):
+        _add_rdma(found, rivals, data, stack)
     for spec in specs:
         try:
             opened = _open(spec, place, version, len(data), most, options, found)
@@ -237,6 +267,25 @@ def _measure(
     server = _ServerCpu(place, endpoint, ceiling)
     found.server_cpu = server.how
     _rounds(found, rivals, memory, len(data), server, options, ctx)
+
+
+def _add_rdma(found: StoreResult, rivals: list[Rival], data: memoryview, stack: ExitStack) -> None:
+    """The ceiling of the RDMA paths beside that of the others."""
+    reason = why_not()
+    if reason:
+        found.rdma_ceiling = f"not measured: {reason}"
+        return
+    try:
+        bare = RdmaRival(RDMA_CEILING, data)
+    except KvctlError as error:
+        found.rdma_ceiling = f"not measured: {error}"
+        return
+    stack.callback(bare.close)
+    rivals.append(bare)
+    found.rdma_ceiling = (
+        f"bare RDMA WRITEs between two queue pairs of {bare.port.device} of this host, into the same memory: no "
+        "server, no protocol, no network beyond the device"
+    )
 
 
 def _open(
@@ -338,10 +387,16 @@ def _cells(taken: Mapping[str, Sequence[tuple[Batch, float | None]]], size: int,
                 server_cpu_s_per_gb=sum(servers) / (moved / 1e9) if len(servers) == len(rounds) else None,
             )
         )
-    ceiling = next((cell for cell in made if cell.path == "ceiling"), None)
+    by_name = {cell.path: cell for cell in made}
     for cell in made:
-        if ceiling is not None and cell is not ceiling:
+        if cell.path in {"ceiling", RDMA_CEILING}:
+            continue
+        spec = registry.transport_specs().get(cell.path)
+        rdma = spec is not None and (spec.rank == _RDMA_RANK or spec.name == "s3-rdma")
+        ceiling = by_name.get(RDMA_CEILING if rdma else "ceiling")
+        if ceiling is not None:
             pairs = zip(cell.gb_per_s_rounds, ceiling.gb_per_s_rounds, strict=False)
+            cell.ceiling = ceiling.path
             cell.of_ceiling = statistics.median(mine / its for mine, its in pairs if its)
             cell.p50_ratio = cell.p50_s / ceiling.p50_s if ceiling.p50_s else None
     return made
@@ -367,6 +422,8 @@ class _ServerCpu:
                 self._url, self.how = "", f"unknown: {way} gives no /metrics ({problem})"
 
     def now(self, path: str) -> float | None:
+        if path == RDMA_CEILING:
+            return None
         if path == "ceiling":
             return self._ceiling.server_cpu() if self._ceiling is not None else None
         if not self._url:

@@ -215,7 +215,7 @@ def choose(
         refusal = _refusal(spec, scheme, memory_kind) or (failed or {}).get(spec.name, "")
         if not refusal:
             result = probe(spec)
-            refusal = _unserved(spec, stores) if result.available else result.reason
+            refusal = unserved(spec, stores) if result.available else result.reason
         if not refusal:
             return Choice(spec, "the fastest available for this store and memory", tuple(passed))
         passed.append((spec.name, refusal))
@@ -233,7 +233,7 @@ def _refusal(spec: TransportSpec, scheme: str, memory_kind: str) -> str:
     return ""
 
 
-def _unserved(spec: TransportSpec, stores: Sequence[tuple[StoreConfig, Store]]) -> str:
+def unserved(spec: TransportSpec, stores: Sequence[tuple[StoreConfig, Store]]) -> str:
     """Why a store's server does not offer what the transport needs. One that does not answer is no reason: it answers
     no other transport either.
     """

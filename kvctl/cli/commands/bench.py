@@ -128,6 +128,7 @@ def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON
         passed = "; ".join(f"{name}: {reason}" for name, reason in store["passed_over"])
         facts = [
             ("ceiling", store["ceiling"] or "none is known for this medium"),
+            ("ceiling-rdma", store["rdma_ceiling"]),
             ("server's CPU", store["server_cpu"]),
             ("auto takes", f"{store['auto']} ({store['auto_reason']})"),
             ("passed over", passed),
