@@ -26,7 +26,7 @@ from kvctl.core.errors import (
 )
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Op, Registration
-from kvctl.transports.threaded import AbandonedError, OpCancelledError, ThreadedTransport
+from kvctl.transports.threaded import PACED_PIECE, AbandonedError, OpCancelledError, ThreadedTransport
 from kvctl_nixl.agent import Agent, NixlError, Transfer, rows
 from kvctl_nixl.memory import Desk, Known
 from kvctl_nixl.places import FilePlace
@@ -51,6 +51,8 @@ class NixlFiles(ThreadedTransport):
     """
 
     name = "nixl-files"
+    _direct_io = False
+    _without_direct = "use --transport file"
 
     def __init__(
         self,
@@ -170,10 +172,13 @@ class NixlFiles(ThreadedTransport):
         desk = self._desk()
         try:
             with desk.memory(buffer, place, length) as (kind, address, device), _file(desk, fd, at + length):
-                for done in range(0, length, PIECE):
+                piece = PIECE if op.pace is None or way == "READ" else PACED_PIECE
+                for done in range(0, length, piece):
+                    size = min(piece, length - done)
+                    if op.pace is not None and way == "WRITE":
+                        op.pace(size)
                     if self.is_cancelled(op.id):
                         raise OpCancelledError
-                    size = min(PIECE, length - done)
                     chunk = self.chunk or size
                     local = rows(address + done, size, device, chunk)
                     remote = rows(at + done, size, fd, chunk)
@@ -243,8 +248,8 @@ class NixlFiles(ThreadedTransport):
             return AuthError(f"{path} is not accessible", cause=reason, hint="check its owner and mode")
         if problem.errno in {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}:
             return TransientError(f"{path} cannot be read or written now", cause=reason)
-        if problem.errno == errno.EINVAL and self.flags(op) & os.O_DIRECT:
-            return EnvError(f"{path}: this file system has no O_DIRECT", cause=reason, hint="leave direct=true out")
+        if problem.errno == errno.EINVAL and self._direct_io:
+            return EnvError(f"{path}: this file system has no O_DIRECT", cause=reason, hint=self._without_direct)
         return EnvError(f"{path}: {reason}")
 
 

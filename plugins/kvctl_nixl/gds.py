@@ -37,6 +37,7 @@ class NixlGds(NixlFiles):
     """
 
     name = "nixl-gds"
+    _direct_io = True
 
     def __init__(
         self, place: FilePlace, *, threads: int, request: int, multithreaded: bool = False, build: str = "auto"

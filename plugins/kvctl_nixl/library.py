@@ -7,6 +7,7 @@ Python's reporting of broken log handlers off.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -21,21 +22,28 @@ _LOCK: Final = threading.Lock()
 _LOADED: dict[str, Any] = {}  # Any: NIXL's modules carry no types
 
 # An error of a transfer is reported by us, with its reason; NIXL's own lines about it would only be noise beside it.
-_QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+_QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
 
 def load(build: str = "auto") -> Any:  # Any: the module
-    """The Python API of NIXL. `build`: cu12, cu13, or auto: cu12 where it is installed, since its plug-ins need no
-    CUDA library. Raises EnvError when it is missing, too old or cannot be loaded.
+    """The Python API of NIXL. `build`: cu12, cu13, or auto: the one that is loaded, else cu12 where it is installed,
+    since its plug-ins need no CUDA library. Raises EnvError when it is missing, too old or cannot be loaded.
     """
-    names = BUILDS if build == "auto" else (build,)
-    found = next((name for name in names if installed(name)), None)
-    if found is None:
-        why = missing(names)
-        raise EnvError("NIXL is not available", cause=why.reason, hint=why.hint)
     with _LOCK:
-        if found not in _LOADED:
-            _LOADED[found] = _import(found)
+        if _LOADED and build in {"auto", *_LOADED}:
+            return next(iter(_LOADED.values()))
+        if _LOADED:
+            raise EnvError(
+                f"NIXL {build} cannot be loaded beside {next(iter(_LOADED))}",
+                cause="both define the same types, and a process can have one of them",
+                hint="use one build for all transports of a run: --transport-opt build=",
+            )
+        names = BUILDS if build == "auto" else (build,)
+        found = next((name for name in names if installed(name)), None)
+        if found is None:
+            why = missing(names)
+            raise EnvError("NIXL is not available", cause=why.reason, hint=why.hint)
+        _LOADED[found] = _import(found)
         return _LOADED[found]
 
 
@@ -47,7 +55,8 @@ def _import(build: str) -> Any:
         os.environ["UCX_MODULES"] = "^ib"
     raises = logging.raiseExceptions
     try:
-        module = importlib.import_module(f"nixl_{build}._api")
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(f"nixl_{build}._api")
     except Exception as error:  # foreign code: linkers, missing libraries, anything
         raise EnvError(
             f"NIXL ({build}) cannot be loaded",
@@ -56,9 +65,13 @@ def _import(build: str) -> Any:
         ) from error
     finally:
         logging.raiseExceptions = raises
-    for handler in logging.getLogger("nixl").handlers:
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-            handler.setStream(sys.stderr)
+    logger = logging.getLogger("nixl")
+    for handler in list(logger.handlers):
+        # the same lines to stderr, whatever that is by then
+        ours = logging._StderrHandler()  # type: ignore[attr-defined] # the one handler that follows sys.stderr
+        ours.setFormatter(handler.formatter)
+        logger.removeHandler(handler)
+        logger.addHandler(ours)
     return module
 
 

@@ -58,10 +58,11 @@ def passed_on(options: Mapping[str, str], own: tuple[str, ...]) -> dict[str, str
 def choose_build(asked: str, params: Mapping[str, str]) -> str:
     """The build of NIXL for these parameters. Raises EnvError when their engine is not here."""
     if params.get("accelerated") != "true":
-        if asked == "cu13":
+        if asked == "cu13" or (asked == "auto" and not installed("cu12") and installed("cu13")):
             _need_cuobject("the OBJ plug-in of nixl-cu13")
-        return asked if asked != "auto" else "cu12"
-    engine = f"engine {params['type']}" if "type" in params else "the accelerated engine"
+            return "cu13"
+        return "cu12"
+    engine = f"engine {params['type']}" if "type" in params else "accelerated engine"
     if asked == "cu12":
         raise EnvError(
             f"nixl-obj has no {engine} here", cause="nixl-cu12 is built without accelerated engines", hint="build=cu13"

@@ -25,6 +25,7 @@ class NixlPosix(NixlFiles):
     """
 
     name = "nixl-posix"
+    _without_direct = "leave direct=true out"
 
     def __init__(
         self, place: FilePlace, *, direct: bool, threads: int, chunk: int, queue: int, aio: bool = False
@@ -39,7 +40,7 @@ class NixlPosix(NixlFiles):
             chunk=chunk if direct else 0,
             certain=not direct,
         )
-        self._direct = direct
+        self._direct_io = direct
 
     def close_worker(self) -> None:
         super().close_worker()
@@ -48,7 +49,7 @@ class NixlPosix(NixlFiles):
             bounce.close()
 
     def fill(self, op: Op, fd: int, path: str) -> None:
-        if self._direct:
+        if self._direct_io:
             self._fill_direct(op, fd, path)
         else:
             super().fill(op, fd, path)

@@ -1,0 +1,1 @@
+"""Programs that show the plug-in from outside; they may print."""
