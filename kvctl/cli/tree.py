@@ -62,6 +62,19 @@ TREE: Final = (
                     Leaf("rm", "Remove models; gc frees their chunks later.", f"{_COMMANDS}.models:rm"),
                 ),
             ),
+            Branch(
+                "checkpoint",
+                "Write live weights to a store at a pace nobody feels; restore them.",
+                (
+                    Leaf(
+                        "create", "Write one generation of a slot, paced, resumable.", f"{_COMMANDS}.checkpoint:create"
+                    ),
+                    Leaf("ls", "List the checkpoints of a name.", f"{_COMMANDS}.checkpoint:ls"),
+                    Leaf("verify", "Read a checkpoint and check every tensor.", f"{_COMMANDS}.checkpoint:verify"),
+                    Leaf("restore", "Load a checkpoint into a folder or a slot.", f"{_COMMANDS}.checkpoint:restore"),
+                    Leaf("rm", "Remove a checkpoint.", f"{_COMMANDS}.checkpoint:rm"),
+                ),
+            ),
         ),
     ),
     Section(

@@ -22,7 +22,7 @@ from tests.cli.program import PROGRAM, Kvctl
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOPICS = {
     "quickstart", "addresses", "config", "environment", "exit-codes", "output", "reports", "repos", "plugins", "s3",
-    "verification", "tensor-parallel", "kv", "format",
+    "verification", "tensor-parallel", "kv", "format", "agent", "checkpoint",
 }  # fmt: skip
 
 

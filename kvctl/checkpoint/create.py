@@ -1,0 +1,396 @@
+"""Writing a checkpoint: hash, share or write each file, then the digests, the manifest, LATEST, retention.
+
+Nothing is visible as a checkpoint before its manifest. A run that dies leaves its folder with a list of what is there;
+the next run with the same source takes it over, compares content, and writes what is missing or different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import blake3
+
+from kvctl.checkpoint import names
+from kvctl.checkpoint.catalog import Catalog
+from kvctl.checkpoint.latency import Latencies
+from kvctl.checkpoint.lock import Lock
+from kvctl.checkpoint.names import Entry, Manifest
+from kvctl.checkpoint.pace import Limits
+from kvctl.checkpoint.pacing import BASELINE_SECONDS, PacedTransport, Pacer
+from kvctl.checkpoint.shards import PIECE, Shard, ShardSource
+from kvctl.core.addresses import StoreConfig
+from kvctl.core.context import Context
+from kvctl.core.errors import ConflictError, InterruptedRunError, NotFoundError, UsageError
+from kvctl.memory.buffers import Buffer
+from kvctl.repo.locking import LockingStore
+from kvctl.transfer.execute import Executor
+from kvctl.transfer.lanes import LaneSet, Member, open_lanes, open_member
+from kvctl.transfer.report import Report, Verification
+from kvctl.transfer.summary import Stopwatch, cpu_share, fill
+from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
+from kvctl.weights.digests import DigestsFile, TensorDigest, TensorHasher
+
+RESTARTS: Final = 2
+HOLD_SECONDS: Final = 600.0
+_SINGLE_PUT: Final = 5 << 30  # S3's limit of one PUT
+
+
+@dataclass(frozen=True, slots=True)
+class CreateRequest:
+    """`to`: the store of URL/NAME. `keep_last`: checkpoints of that name that stay (None: all). `restarts`: how often
+    an update of the weights makes it begin again, before updates are asked to wait for `hold_seconds` at most.
+    """
+
+    to: StoreConfig
+    limits: Limits = field(default_factory=Limits)
+    keep_last: int | None = None
+    transport: str = "auto"
+    transport_options: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = RESTARTS
+    hold_seconds: float = HOLD_SECONDS
+    baseline_seconds: float = BASELINE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A shard in memory, hashed."""
+
+    shard: Shard
+    buffer: Buffer
+    digests: list[TensorDigest]
+    content: str
+
+
+class _ChangedError(Exception):
+    """The weights were updated: what was copied is of two generations."""
+
+
+def create(source: ShardSource, request: CreateRequest, ctx: Context, *, latencies: Latencies | None = None) -> Report:
+    """Write a checkpoint of `source`. Raises ConflictError while another one is written to the same name (6), or when
+    updates come all the time; CapacityError, TransientError: run it again, it resumes. LATEST names a whole one always.
+    """
+    watch = Stopwatch()
+    if request.keep_last is not None and request.keep_last < 1:
+        raise UsageError("--keep-last keeps at least one")
+    member = open_member(request.to.url, 0, request.to, ctx)
+    try:
+        store = LockingStore(member.store)
+        report = Report("checkpoint create", source=source.name, target=request.to.url)
+        with Lock.take(store) as lock:
+            writing = _Writing(source, request, member, store, lock, report, ctx, latencies)
+            try:
+                writing.run(watch)
+            except InterruptedRunError as stop:
+                stop.hint = stop.hint or "run the same command again: what is written already stays"
+                raise
+    finally:
+        member.store.close()
+    watch.stop(report)
+    report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
+    return report
+
+
+class _Writing:
+    def __init__(
+        self, source: ShardSource, request: CreateRequest, member: Member, store: LockingStore, lock: Lock,
+        report: Report, ctx: Context, latencies: Latencies | None,
+    ) -> None:  # fmt: skip
+        self.source = source
+        self.request = request
+        self.member = member
+        self.store = store
+        self.lock = lock
+        self.report = report
+        self.ctx = ctx
+        self.catalog = Catalog(store)
+        self.clock = StageClock()
+        self.stats = RunStats()
+        self.total = sum(shard.size for shard in source.shards)
+        self.pacer = Pacer(request.limits, self.total, ctx, latencies)
+        self.ident = ""
+        self.there: dict[str, Entry] = {}
+        self.previous: Manifest | None = None
+        self.digests: list[TensorDigest] = []
+        self.counts = {"written_bytes": 0, "shared_bytes": 0, "resumed_bytes": 0, "restarts": 0}
+
+    def run(self, watch: Stopwatch) -> None:
+        self._check_sizes()
+        self._find_place()
+        self.pacer.start(self.request.baseline_seconds)
+        lanes = open_lanes(
+            (self.member,), memory_kind="shared", transport=self.request.transport,
+            options=self.request.transport_options, trace=self.ctx.trace,
+        )  # fmt: skip
+        for lane in lanes.lanes:
+            lane.transport = PacedTransport(lane.transport, self.pacer)
+        watch.ready()
+        self.ctx.progress.begin("checkpointing", self.total)
+        try:
+            self._generation(lanes)
+        finally:
+            self.ctx.progress.end()
+            self.pacer.close()
+            lanes.close()
+        manifest = self._commit()
+        fill(self.report, self.stats, lanes, self.clock.busy(), 1, seconds=watch.since_ready)
+        self._tell(manifest)
+
+    def _check_sizes(self) -> None:
+        if self.member.config.scheme != "s3":
+            return
+        for shard in self.source.shards:
+            if shard.size > _SINGLE_PUT:
+                raise UsageError(
+                    f"{shard.name} is larger than an S3 server takes in one request",
+                    cause=f"{shard.size} bytes, the limit is {_SINGLE_PUT}",
+                    hint="shard the model by 5 GB before it is loaded, or write to a node:// or file store",
+                )
+
+    # -- where it goes -------------------------------------------------------------------------------------
+
+    def _plan(self) -> str:
+        parts = [[shard.name, shard.size] for shard in self.source.shards]
+        return blake3.blake3(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def _find_place(self) -> None:
+        """Take over an unfinished one of the same source, else begin a new one; remove other unfinished ones (we hold
+        the lock, so nobody writes them).
+        """
+        plan = self._plan()
+        for ident in self.catalog.unfinished():
+            try:
+                found = names.parse_partial(self.store.get(f"{ident}/{names.PARTIAL}"))
+            except (ValueError, NotFoundError):
+                continue
+            if not self.ident and found[:2] == (self.source.name, plan):
+                self.ident, self.there = ident, found[2]
+                self.report.notes.append(f"resumed {ident}: {len(self.there)} files were there")
+            else:
+                self.catalog.remove(ident)
+        complete = self.catalog.complete()
+        self.previous = self.catalog.manifest(complete[-1]) if complete else None
+        if not self.ident:
+            self.ident = names.new_id(self.store.now(), complete[-1] if complete else None)
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        data = names.partial_json(self.source.name, self._plan(), self.there)
+        self.store.put(f"{self.ident}/{names.PARTIAL}", data)
+
+    # -- the weights -----------------------------------------------------------------------------------------
+
+    def _generation(self, lanes: LaneSet) -> None:
+        """Write all shards of one generation."""
+        for attempt in range(self.request.restarts + 1):
+            try:
+                self._attempt(lanes)
+                return
+            except _ChangedError:
+                self.counts["restarts"] += 1
+                self.source.again()
+                self.ctx.progress.note(f"{self.source.name} was updated: beginning again ({attempt + 1})")
+        with self.source.held(self.request.hold_seconds) as held:
+            self.source.again()
+            try:
+                self._attempt(lanes)
+            except _ChangedError:
+                raise ConflictError(
+                    f"{self.source.name} is updated faster than it can be copied",
+                    cause=f"{self.counts['restarts'] + 1} copies, each overtaken by an update"
+                    + ("" if held else "; it cannot hold updates back"),
+                    hint="raise --max-rate, or load into a slot and swap: a slot's generation cannot change",
+                ) from None
+        if held:
+            self.report.notes.append("updates were held back for the last copy")
+
+    def _attempt(self, lanes: LaneSet) -> None:
+        self.digests = []
+        with self._ahead() as prepared:
+            for item in prepared:
+                try:
+                    if not self.source.unchanged():
+                        raise _ChangedError
+                    self.lock.keep()
+                    self._place(item, lanes)
+                    self.digests += item.digests
+                finally:
+                    item.buffer.close()
+        if not self.source.unchanged():
+            raise _ChangedError
+
+    @contextlib.contextmanager
+    def _ahead(self) -> Iterator[Iterator[_Prepared]]:
+        """The shards in order, each hashed while the one before is written: two at most are in memory."""
+        waiting: list[Future[_Prepared]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="kvctl-hash") as pool:
+
+            def each() -> Iterator[_Prepared]:
+                shards = iter(self.source.shards)
+                for shard in shards:
+                    waiting.append(pool.submit(self._prepare, shard))
+                    break
+                while waiting:
+                    item = waiting.pop().result()
+                    following = next(shards, None)
+                    if following is not None:
+                        waiting.append(pool.submit(self._prepare, following))
+                    yield item
+
+            try:
+                yield each()
+            finally:
+                for future in waiting:
+                    if not future.cancel():
+                        with contextlib.suppress(Exception):
+                            future.result().buffer.close()
+
+    def _prepare(self, shard: Shard) -> _Prepared:
+        buffer = self.source.open(shard, self.pacer)
+        try:
+            with self.clock.timed("digest"):
+                digests = self._hash(shard, buffer)
+        except BaseException:
+            buffer.close()
+            raise
+        content = blake3.blake3(shard.header.raw)
+        for item in digests:
+            content.update(bytes.fromhex(item.digest))
+        return _Prepared(shard, buffer, digests, content.hexdigest())
+
+    def _hash(self, shard: Shard, buffer: Buffer) -> list[TensorDigest]:
+        found: list[TensorDigest] = []
+        for tensor in shard.header.tensors:
+            hasher = TensorHasher(tensor.dtype, tensor.shape, tensor.nbytes)
+            base = shard.header.header_size + tensor.start
+            for start in range(0, tensor.nbytes, PIECE):
+                length = min(PIECE, tensor.nbytes - start)
+                self.pacer.hold(length)
+                hasher.update(buffer.view[base + start : base + start + length])
+            found.append(TensorDigest(tensor.name, tensor.dtype, tensor.shape, hasher.digest()))
+        return found
+
+    def _place(self, item: _Prepared, lanes: LaneSet) -> None:
+        """Make sure that the file is there: written before, shared with the last checkpoint, or written now."""
+        shard, key = item.shard, f"{self.ident}/{item.shard.name}"
+        entry = Entry(shard.size, item.content)
+        if self.there.get(shard.name) == entry and self._has(key, shard.size):
+            self.counts["resumed_bytes"] += shard.size
+            self.ctx.progress.advance(shard.size)
+            return
+        if self.there.pop(shard.name, None) is not None:
+            self._note_progress()  # it is about to be another generation's
+        if self._share(entry, shard.name):
+            self.counts["shared_bytes"] += shard.size
+            self.ctx.progress.advance(shard.size)
+        else:
+            executor = Executor(
+                lanes.lanes, self.ctx, hedge=False, max_rate=int(self.request.limits.min_rate)
+            )  # a paced write may take long: it is no stall
+            task = Task((Place(0, key),), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer)
+            try:
+                executor.run([task])
+            finally:
+                self.stats.add(executor.stats)
+            self.counts["written_bytes"] += shard.size
+        self.there[shard.name] = entry
+        self._note_progress()
+
+    def _has(self, key: str, size: int) -> bool:
+        try:
+            return self.store.stat(key).size == size
+        except NotFoundError:
+            return False
+
+    def _share(self, entry: Entry, name: str) -> bool:
+        """A file of the last checkpoint with the same content becomes this one's too, where the store can do that
+        without moving bytes: a hard link in a file system.
+        """
+        if self.previous is None or self.member.config.scheme != "file":
+            return False
+        same = next((old for old, found in self.previous.files.items() if found == entry), None)
+        if same is None:
+            return False
+        root = self.member.config.url.removeprefix("file://")
+        target = os.path.join(root, self.ident, name)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target)
+            os.link(os.path.join(root, self.previous.ident, same), target)
+        except OSError as error:  # no links here, or too many
+            self.report.notes.append(f"{name} could not be shared with {self.previous.ident}: {error.strerror}")
+            return False
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _commit(self) -> Manifest:
+        # a model that was restored from a checkpoint has that one's own documents
+        ours = {names.MANIFEST, names.DIGESTS}
+        side = {name: data for name, data in self.source.side_files.items() if name not in ours}
+        digests = DigestsFile(tuple(self.digests))
+        side[names.DIGESTS] = json.dumps(digests.to_json(), indent=1).encode()
+        for name, data in side.items():
+            self.store.put(f"{self.ident}/{name}", data)
+            self.there[name] = Entry(len(data), blake3.blake3(data).hexdigest())
+        wanted = {shard.name for shard in self.source.shards} | side.keys()
+        manifest = Manifest(
+            self.ident, datetime.now(UTC).isoformat(timespec="seconds"), self.source.name, self.source.generation,
+            digests.digest, {name: entry for name, entry in self.there.items() if name in wanted},
+        )  # fmt: skip
+        self.lock.keep()
+        self._clean(wanted)
+        self.store.put(f"{self.ident}/{names.MANIFEST}", json.dumps(manifest.to_json(), indent=1).encode())
+        self.store.delete([f"{self.ident}/{names.PARTIAL}"])
+        self.store.put(names.LATEST, f"{self.ident}\n".encode())
+        return manifest
+
+    def _clean(self, wanted: set[str]) -> None:
+        """What an earlier try left here and this one has not is no part of the checkpoint."""
+        start = f"{self.ident}/"
+        keep = {*wanted, names.PARTIAL}
+        self.store.delete([info.key for info in self.store.list(start) if info.key.removeprefix(start) not in keep])
+
+    def _tell(self, manifest: Manifest) -> None:
+        report, request = self.report, self.request
+        removed: list[str] = []
+        if request.keep_last is not None:
+            removed = names.to_remove(self.catalog.complete(), request.keep_last, manifest.ident)
+            for ident in removed:
+                self.lock.keep()
+                self.catalog.remove(ident)
+        report.target = f"{request.to.url}/{manifest.ident}"
+        report.bytes = report.needed = self.total
+        report.fetched = self.total
+        report.written = self.counts["written_bytes"]
+        report.tensors, report.objects = len(self.digests), len(self.source.shards)
+        report.verified = Verification("full", "every tensor's digest was computed from the bytes written", self.total)
+        pacing = self.pacer.report()
+        report.extra |= {
+            "id": manifest.ident,
+            "generation": manifest.generation,
+            "digest": manifest.digest,
+            **self.counts,
+            "removed": removed,
+            "pacing": pacing,
+        }
+
+
+def missed(report: Report) -> str:
+    """What of the pace was not kept, in words; empty when all was."""
+    pacing: dict[str, Any] = report.extra.get("pacing", {})  # Any: JSON
+    parts = []
+    if pacing.get("budget_missed"):
+        parts.append(
+            f"p99 was {1000 * pacing['over_baseline_s']:.1f} ms over the baseline, "
+            f"the budget was {1000 * pacing['budget_s']:g} ms"
+        )
+    if pacing.get("deadline_missed"):
+        parts.append("the deadline had passed")
+    return "; ".join(parts)

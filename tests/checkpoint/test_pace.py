@@ -1,0 +1,136 @@
+"""The pure parts: the controller of the pace, retention, names, the cut into shards."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl.checkpoint import names
+from kvctl.checkpoint.pace import BLIND_WINDOWS, ENOUGH, Controller, Limits, p99
+from kvctl.checkpoint.shards import LiveTensor, Shard, cut, index_of
+from kvctl.core.errors import FormatError
+from kvctl.weights.safetensors import parse_header
+
+MS = 1e-3
+WINDOWS = st.lists(
+    st.tuples(st.floats(0, 0.2), st.integers(0, 60)),
+    max_size=60,
+)
+
+
+@given(
+    WINDOWS, st.one_of(st.none(), st.integers(1 << 20, 1 << 34)), st.integers(1 << 10, 1 << 20),
+    st.one_of(st.none(), st.floats(1, 1000)),
+)  # fmt: skip
+def test_the_rate_stays_between_the_floor_and_the_ceiling(
+    windows: list[tuple[float, int]], most: int | None, least: int, deadline: float | None
+) -> None:
+    limits = Limits(most, least, 1 * MS, deadline)
+    control = Controller(limits, 1 << 34, 10 * MS)
+    for number, (latency, count) in enumerate(windows):
+        rate = control.window([latency] * count, float(number), number << 20)
+        assert control.floor(float(number), number << 20) <= rate <= limits.ceiling
+
+
+def test_it_backs_off_over_the_budget_and_comes_back_below() -> None:
+    control = Controller(Limits(100e6, 1e6, 1 * MS), 1 << 40, 20 * MS)
+    first = control.rate
+    assert first == 25e6
+    assert control.window([22 * MS] * ENOUGH, 1, 0) == first / 2
+    for second in range(2, 40):
+        control.window([22 * MS] * ENOUGH, second, 0)
+    assert control.rate == 1e6
+    for second in range(40, 100):
+        control.window([20.5 * MS] * ENOUGH, second, 0)
+    assert control.rate == 100e6
+    assert control.backoffs == 39
+
+
+def test_without_samples_rates_alone_pace_and_it_is_careful_when_they_come_back() -> None:
+    control = Controller(Limits(100e6, 1e6, 1 * MS), 1 << 40, 20 * MS)
+    for second in range(BLIND_WINDOWS):
+        control.window([], second, 0)
+    assert control.lost_sight
+    assert control.rate == 100e6
+    control.window([20 * MS] * ENOUGH, 10, 0)
+    assert not control.lost_sight
+    assert control.rate < 30e6
+
+
+def test_a_deadline_raises_the_floor_as_time_runs_out() -> None:
+    control = Controller(Limits(100e6, 1e6, 1 * MS, deadline=100), int(1e9), 20 * MS)
+    assert control.floor(0, 0) == pytest.approx(10e6)
+    assert control.window([90 * MS] * ENOUGH, 50, 0) == pytest.approx(20e6)
+    assert control.floor(200, 0) == 100e6
+    assert control.floor(200, int(1e9)) == 1e6
+
+
+def test_p99_is_the_nearest_rank() -> None:
+    assert p99([]) == 0.0
+    assert p99([float(number) for number in range(100)]) == 99.0
+    assert p99([1.0, 2.0]) == 2.0
+
+
+@given(st.lists(st.integers(0, 10**6), unique=True, max_size=20), st.integers(1, 25), st.data())
+def test_retention_keeps_the_newest_and_what_latest_names(stamps: list[int], keep: int, data: st.DataObject) -> None:
+    idents = [f"{stamp:014d}" for stamp in stamps]
+    latest = data.draw(st.sampled_from([*idents, None]) if idents else st.none())
+    removed = names.to_remove(idents, keep, latest)
+    left = sorted(set(idents) - set(removed))
+    assert len(left) >= min(keep, len(idents))
+    assert set(sorted(idents)[-keep:]) <= set(left)
+    assert latest is None or latest in left
+    assert len(left) <= keep + 1
+
+
+def test_ids_sort_by_time_and_nothing_else_is_one() -> None:
+    earlier = names.new_id(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    later = names.new_id(datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC))
+    assert earlier < later
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert earlier < names.new_id(moment, earlier) < names.new_id(moment, names.new_id(moment, earlier))
+    assert names.is_id(earlier)
+    assert not any(names.is_id(text) for text in ("", "LATEST", "20260102", f"{earlier}x", f"x{earlier}"))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"schema": "other"}', b'{"schema": "kvctl.checkpoint/1"}'])
+def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        names.parse_manifest(data, "here")
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever is wrong with it
+        names.parse_partial(data)
+
+
+TENSORS = st.lists(
+    st.tuples(st.sampled_from(["F32", "BF16", "U8"]), st.lists(st.integers(0, 40), max_size=3)), min_size=1, max_size=20
+)
+
+
+@given(TENSORS, st.integers(1, 10000))
+def test_shards_hold_every_tensor_once_and_are_right_safetensors_files(
+    kinds: list[tuple[str, list[int]]], limit: int
+) -> None:
+    tensors = [LiveTensor(f"t{number}", dtype, tuple(shape)) for number, (dtype, shape) in enumerate(kinds)]
+    headers = [parse_header(raw, len(raw) + size, "x") for raw, size in cut(tensors, limit)]
+    found = {tensor.name: (tensor.dtype, tensor.shape) for header in headers for tensor in header.tensors}
+    assert found == {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    for header in headers:
+        assert header.header_size % 8 == 0
+        assert header.data_size <= limit or sum(1 for tensor in header.tensors if tensor.nbytes) == 1
+    index = json.loads(index_of([Shard(f"s{number}", header) for number, header in enumerate(headers)]))
+    assert index["weight_map"].keys() == found.keys()
+
+
+def test_other_loaders_read_what_we_cut(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
+    ((raw, size),) = cut([LiveTensor("b", "U8", (3,)), LiveTensor("a", "F32", (2, 2))], 1000)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw + bytes(range(size)))
+    with safetensors.safe_open(path, "np") as file:
+        assert sorted(file.keys()) == ["a", "b"]
+        assert file.get_tensor("b").tolist() == [16, 17, 18]
