@@ -183,6 +183,23 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> Non
     assert "uverbs0 is missing" in probe(str(tmp_path), nodes).reason
 
 
+def test_a_limit_of_locked_memory_counts_for_who_is_bound_by_it(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from kvctl_verbs.probe import locked_limit\n"
+        "print(*(locked_limit(path) for path in sys.argv[1:]))"
+    )
+    bound, free = tmp_path / "bound", tmp_path / "free"
+    bound.write_text("Name:\tx\nCapEff:\t00000000a80425fb\n")
+    free.write_text("Name:\tx\nCapEff:\t000001ffffffffff\n")
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(bound), str(free), str(tmp_path / "none")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said.split() == ["65536", "None", "65536"]
+
+
 def test_without_pyverbs_the_hint_names_the_packages(tmp_path: Path) -> None:
     device(tmp_path, "rxe2", "ACTIVE", GID)
     nodes = tmp_path / "nodes"
