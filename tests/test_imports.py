@@ -27,7 +27,7 @@ ALLOWED = {
     "weights": REPO,
     "kv": REPO,
     "engines": BASE,
-    "checkpoint": {"engines"} | TOP,
+    "checkpoint": {"agent", "engines"} | TOP,
     "agent": {"engines", "node"} | TOP,
     "node": TOP,
     "bench": {"engines"} | TOP,
