@@ -59,7 +59,8 @@ class TransportSpec:
     "module:func", called as func(config: StoreConfig, store: Store) -> str where a transport depends on what the server
     offers: why it does not offer this, empty when it does. `auto` asks; one that is asked for by name just runs.
 
-    `rank` orders `auto`: the available transport of the highest rank runs. Ranks in use: 0 store-get,
+    `rank` orders `auto`: the available transport of the highest rank runs. Ranks in use: below 0 what runs only when
+    asked for by name (s3-rdma), 0 store-get,
     10 plain (file, s3, native-tcp, mem), 20 a faster path over the same medium (nixl-posix, nixl-obj),
     30 RDMA (native-rdma, nixl-ucx), 40 straight into GPU memory (nixl-gds). `schemes` empty: any store.
     """
