@@ -17,7 +17,6 @@ from kvctl.kv.codecs import NONE
 from kvctl.kv.identity import Group
 from kvctl.kv.landing import place_fragment
 from kvctl.kv.manifest import PackRow
-from kvctl.kv.packgeometry import PackGeometry
 from kvctl.kv.packs import Fragment, PackHeader, decode_fragment, verify_fragment
 from kvctl.kv.pieces import STAGED, Piece, Want, longest_of, plan
 from kvctl.kv.reading import StoredSession
@@ -106,7 +105,6 @@ class Fetch:
         self._next = 0
         self._lock = threading.Lock()
         self._scratch = threading.local()
-        self._plans: dict[tuple[PackGeometry, Want], list[Piece]] = {}
         self._pieces: list[_Part] = []
         self.packs = 0
 
@@ -157,17 +155,9 @@ class Fetch:
                     room.layers, slot.first_head, slot.heads, low, high, slot.end - slot.start,
                     self._ready is not None, self._longest,
                 )  # fmt: skip
-                for piece in self._planned(header, want):
+                for piece in plan(header, want):
                     yield _Part(row, header, piece, room, shifts)
         self.packs = len(rows)
-
-    def _planned(self, header: PackHeader, want: Want) -> list[Piece]:
-        if not header.fragments.plain:
-            return plan(header, want)
-        known = self._plans.get((header.geometry, want))
-        if known is None:
-            known = self._plans[header.geometry, want] = plan(header, want)
-        return known
 
     def _task(self, part: _Part) -> Task:
         ref = self._session.ref(part.row)

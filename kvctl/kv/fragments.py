@@ -100,6 +100,13 @@ def plain_size(geometry: PackGeometry) -> int:
     return _plain_columns(geometry.places(), geometry.header_size, geometry.element)[3]
 
 
+def plain_table(geometry: PackGeometry) -> FragmentTable:
+    """The fragments of any pack of this geometry that stores all of them raw; their checksums are not known here."""
+    places = geometry.places()
+    offsets, sizes, _, _ = _plain_columns(places, geometry.header_size, geometry.element)
+    return FragmentTable(places, offsets, sizes, None, geometry.element, [0] * len(places))
+
+
 def parse_fragments(geometry: PackGeometry, table: memoryview, pack_size: int, where: str) -> FragmentTable:
     """The table of a header with this geometry. Raises FormatError, IncompatibleError."""
     places = geometry.places()

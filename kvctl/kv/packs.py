@@ -39,6 +39,7 @@ __all__ = [
     "header_size",
     "parse_pack_header",
     "ranges",
+    "ranges_of",
     "verify_fragment",
 ]
 
@@ -277,12 +278,24 @@ def ranges(
     """What to read for model layers `layers` (None: all), heads [a, b) (None: all) and `count` blocks from
     `first_block` of the pack on (None: the rest): whole fragments, neighbours in one span, by offset.
     """
-    end = header.geometry.blocks if count is None else first_block + count
-    low, high = heads or (0, header.geometry.group.kv_heads)
+    return ranges_of(header.geometry, header.fragments, layers, heads, first_block, count)
+
+
+def ranges_of(
+    geometry: PackGeometry,
+    fragments: Sequence[Fragment],
+    layers: Sequence[int] | None,
+    heads: tuple[int, int] | None,
+    first_block: int,
+    count: int | None,
+) -> list[Span]:
+    """See `ranges`."""
+    end = geometry.blocks if count is None else first_block + count
+    low, high = heads or (0, geometry.group.kv_heads)
     wanted = None if layers is None else frozenset(layers)
     spans: list[tuple[int, list[Fragment]]] = []
     before = -2
-    for number, fragment in enumerate(header.fragments):
+    for number, fragment in enumerate(fragments):
         place = fragment.place
         if (
             (wanted is not None and place.layer not in wanted)

@@ -7,14 +7,15 @@ that one plan serves all packs of a session that are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from kvctl.core.units import MIB
 from kvctl.kv import codecs
-from kvctl.kv.fragments import Fragment
-from kvctl.kv.packs import PackHeader, ranges
+from kvctl.kv.fragments import Fragment, plain_table
+from kvctl.kv.packs import PackGeometry, PackHeader, ranges_of
 
 SHORTEST: Final = 4 * MIB
 LONGEST: Final = 16 * MIB
@@ -64,18 +65,29 @@ class Piece:
     steps: tuple[Step, ...]
 
 
-def plan(header: PackHeader, want: Want) -> list[Piece]:
-    """The reads, by offset. For packs whose fragments are `plain` it depends on the geometry and on `want` only."""
-    geometry = header.geometry
+def plan(header: PackHeader, want: Want) -> Sequence[Piece]:
+    """The reads, by offset."""
+    if header.fragments.plain:
+        return _plain_plan(header.geometry, want)
+    return _plan(header.geometry, header.fragments, want)
+
+
+@lru_cache(maxsize=64)
+def _plain_plan(geometry: PackGeometry, want: Want) -> Sequence[Piece]:
+    """Remembered: the packs of a session are alike, and so are the sessions of a model."""
+    return _plan(geometry, plain_table(geometry), want)
+
+
+def _plan(geometry: PackGeometry, fragments: Sequence[Fragment], want: Want) -> Sequence[Piece]:
     size = 1 if geometry.group.recurrent else geometry.block_tokens
     block, end = want.low // size, -(-want.high // size)
     views = {layer: 2 * number for number, layer in enumerate(want.layers)}
     heads = (want.first_head, want.first_head + want.heads)
-    found: list[Piece] = []
-    for span in ranges(header, want.layers, heads, block, end - block):
-        for first, run in _split(span.first, span.fragments, want):
-            found.append(_piece(header, want, first, run, views))
-    return found
+    return [
+        _piece(geometry, want, first, run, views)
+        for span in ranges_of(geometry, fragments, want.layers, heads, block, end - block)
+        for first, run in _split(span.first, span.fragments, want)
+    ]
 
 
 def longest_of(nbytes: int) -> int:
@@ -95,8 +107,7 @@ def _split(first: int, fragments: Sequence[Fragment], want: Want) -> Iterator[tu
     yield first + begin, fragments[begin:]
 
 
-def _piece(header: PackHeader, want: Want, first: int, run: Sequence[Fragment], views: dict[int, int]) -> Piece:
-    geometry = header.geometry
+def _piece(geometry: PackGeometry, want: Want, first: int, run: Sequence[Fragment], views: Mapping[int, int]) -> Piece:
     steps: list[Step] = []
     needed = 0
     at = run[0].offset
