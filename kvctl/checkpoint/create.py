@@ -24,7 +24,7 @@ from kvctl.checkpoint.lock import Lock
 from kvctl.checkpoint.names import Entry, Manifest
 from kvctl.checkpoint.pace import Limits
 from kvctl.checkpoint.pacing import BASELINE_SECONDS, PacedTransport, Pacer
-from kvctl.checkpoint.shards import PIECE, Shard, ShardSource
+from kvctl.checkpoint.shards import PIECE, Shard, ShardSource, UpdatedError
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, InterruptedRunError, NotFoundError, UsageError
@@ -66,10 +66,6 @@ class _Prepared:
     buffer: Buffer
     digests: list[TensorDigest]
     content: str
-
-
-class _ChangedError(Exception):
-    """The weights were updated: what was copied is of two generations."""
 
 
 def create(source: ShardSource, request: CreateRequest, ctx: Context, *, latencies: Latencies | None = None) -> Report:
@@ -192,7 +188,7 @@ class _Writing:
             try:
                 self._attempt(lanes)
                 return
-            except _ChangedError:
+            except UpdatedError:
                 self.counts["restarts"] += 1
                 self.source.again()
                 self.ctx.progress.note(f"{self.source.name} was updated: beginning again ({attempt + 1})")
@@ -200,7 +196,7 @@ class _Writing:
             self.source.again()
             try:
                 self._attempt(lanes)
-            except _ChangedError:
+            except UpdatedError:
                 raise ConflictError(
                     f"{self.source.name} is updated faster than it can be copied",
                     cause=f"{self.counts['restarts'] + 1} copies, each overtaken by an update"
@@ -216,14 +212,14 @@ class _Writing:
             for item in prepared:
                 try:
                     if not self.source.unchanged():
-                        raise _ChangedError
+                        raise UpdatedError
                     self.lock.keep()
                     self._place(item, lanes)
                     self.digests += item.digests
                 finally:
                     item.buffer.close()
         if not self.source.unchanged():
-            raise _ChangedError
+            raise UpdatedError
 
     @contextlib.contextmanager
     def _ahead(self) -> Iterator[Iterator[_Prepared]]:

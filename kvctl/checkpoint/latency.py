@@ -140,7 +140,9 @@ def open_latencies(text: str) -> Latencies:
         return Histogram(url)
     if kind == "canary" and url:
         return Canary(url)
-    raise UsageError(f"{text!r} tells no latencies", hint="metrics:http://HOST:8000/metrics or canary:http://HOST:8000")
+    raise UsageError(
+        f"{text!r} tells no latencies", hint="engine:URL, canary:http://HOST:8000 or metrics:http://HOST:8000/metrics"
+    )
 
 
 def _parts(url: str) -> tuple[str, int, bool, str]:

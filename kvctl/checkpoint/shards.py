@@ -27,6 +27,10 @@ DEFAULT_SHARD: Final = 5_000_000_000  # what transformers writes
 INDEX: Final = "model.safetensors.index.json"
 
 
+class UpdatedError(Exception):
+    """The weights were updated while they were copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A weights file of the checkpoint."""
@@ -40,8 +44,8 @@ class Shard:
 
 
 class ShardSource(Protocol):
-    """`generation` names what `open` gives; it is fixed unless `unchanged` says otherwise, then the checkpoint begins
-    again (`again` looks what it is now).
+    """`generation` names what `open` gives; it is fixed unless `unchanged` says otherwise or `open` raises
+    UpdatedError, then the checkpoint begins again (`again` looks what it is now).
     """
 
     @property
@@ -147,7 +151,8 @@ class LiveTensor:
 
 class LiveWeights(Protocol):
     """An engine's weights as they are now. `generation` changes with every update, before its first byte does. `read`
-    copies bytes of a tensor (row-major, from `start`) into `view`; `held`: updates wait, see `ShardSource`.
+    copies bytes of a tensor (row-major, from `start`) into `view`, or raises UpdatedError; `again`: what it reads is
+    from now on the generation that there is now. `held`: updates wait, see `ShardSource`.
     """
 
     @property
@@ -155,6 +160,7 @@ class LiveWeights(Protocol):
     def tensors(self) -> Sequence[LiveTensor]: ...
     def side_files(self) -> Mapping[str, bytes]: ...
     def generation(self) -> str: ...
+    def again(self) -> None: ...
     def read(self, name: str, start: int, view: memoryview) -> None: ...
     def held(self, seconds: float) -> contextlib.AbstractContextManager[bool]: ...
     def close(self) -> None: ...
@@ -203,6 +209,7 @@ class LiveShards:
         return self._live.generation() == self.generation
 
     def again(self) -> None:
+        self._live.again()
         self.generation = self._live.generation()
 
     def held(self, seconds: float) -> contextlib.AbstractContextManager[bool]:

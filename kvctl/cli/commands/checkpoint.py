@@ -14,9 +14,11 @@ from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Age, Size, argument, option, s3_options, yes_option
 
 if TYPE_CHECKING:
+    from kvctl.checkpoint.latency import Latencies
     from kvctl.checkpoint.shards import ShardSource
     from kvctl.core.addresses import StoreConfig
     from kvctl.core.context import Context
+    from kvctl.engines.api import EngineAdapter
     from kvctl.transfer.report import Report
 
 EXAMPLES = """\b
@@ -68,9 +70,14 @@ class Span(Age):
 )  # fmt: skip
 @option(
     "--latency-from", metavar="WHERE", section=_PACE,
-    help="metrics:URL (Prometheus histogram) or canary:URL (a stream of our own to an OpenAI API).",
+    help="engine:URL (raw samples of kvctl's plug-in; the default with --from engine:), canary:URL (a stream of our own"
+    " to an OpenAI API), metrics:URL (Prometheus histogram).",
 )  # fmt: skip
 @option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move.")
+@option(
+    "--shard-size", type=Size(), default=5_000_000_000, show_default="5GB", metavar="SIZE", envvar=None,
+    section="Transfer", help="Of an engine's weights; one shard at a time is copied into memory.",
+)  # fmt: skip
 @s3_options
 def create(
     *,
@@ -84,6 +91,7 @@ def create(
     latency_budget: float | None,
     latency_from: str | None,
     transport: str,
+    shard_size: int,
     # Any: the S3 options, as S3Flags takes them
     **s3: Any,
 ) -> None:
@@ -92,19 +100,22 @@ def create(
     What has not changed since the last checkpoint is shared with it where the store can do that (a file system: hard
     links; a repo: chunks). Running it again after an interruption resumes. LATEST moves last.
     """
+    from contextlib import ExitStack, closing
+
     from kvctl.checkpoint.create import CreateRequest, missed
     from kvctl.checkpoint.create import create as run
-    from kvctl.checkpoint.latency import open_latencies
     from kvctl.checkpoint.pace import Limits
     from kvctl.core.errors import PartialError, UsageError
 
     app = current()
     if max_rate is not None and max_rate < min_rate:
         raise UsageError(f"--max-rate {max_rate} is below --min-rate {min_rate}", hint="the minimum is 1MiB by default")
+    if latency_budget is not None and latency_from is None and source.startswith("engine:"):
+        latency_from = source
     if latency_budget is not None and latency_from is None:
         raise UsageError(
             "--latency-budget without --latency-from",
-            hint="metrics:URL or canary:URL tells what the engine's users feel",
+            hint="engine:URL, canary:URL or metrics:URL tells what the engine's users feel",
         )
     if form == "repo":
         if keep_last or latency_budget or deadline:
@@ -117,37 +128,50 @@ def create(
     config = _place(app, to, S3Flags(**s3))
     limits = Limits(max_rate, float(min_rate), latency_budget, deadline)
     request = CreateRequest(config, limits, keep_last, transport)
-    with app.running() as ctx:
-        latencies = open_latencies(latency_from) if latency_from is not None else None
-        try:
-            shards = _source(source)
-            try:
-                report = run(shards, request, ctx, latencies=latencies)
-            finally:
-                shards.close()
-        finally:
-            if latencies is not None:
-                latencies.close()
+    with app.running() as ctx, ExitStack() as stack:
+        latencies = None
+        if latency_from is not None:
+            latencies = stack.enter_context(closing(_latencies(latency_from, ctx)))
+        shards = stack.enter_context(closing(_source(source, shard_size, ctx)))
+        report = run(shards, request, ctx, latencies=latencies)
     show_report(app, report)
     late = missed(report)
     if late:
         raise PartialError("the checkpoint is complete, but its pace was not kept", cause=late)
 
 
-def _source(text: str) -> ShardSource:
-    """Raises UsageError for what is no live source, EnvError where the engine cannot be reached."""
-    from kvctl.checkpoint.shards import SlotShards
-    from kvctl.core.errors import EnvError, UsageError
+def _source(text: str, shard_size: int, ctx: Context) -> ShardSource:
+    """Raises UsageError for what is no live source, and what the agent or the engine says."""
+    from kvctl.checkpoint.shards import LiveShards, SlotShards
+    from kvctl.core.errors import UsageError
 
     kind, _, rest = text.partition(":")
     if kind == "slot" and rest:
         return SlotShards(rest)
     if kind == "engine" and rest:
-        raise EnvError(
-            "no plug-in here gives an engine's own weights",
-            hint="let the engine use a slot (`kvctl help agent`) and checkpoint --from slot:NAME",
-        )
+        from kvctl.checkpoint.engine import EngineWeights
+
+        return LiveShards(EngineWeights(_engine(rest, ctx), rest), shard_size)
     raise UsageError(f"{text!r} is no live source", hint="slot:NAME or engine:URL; to store files: kvctl push-weights")
+
+
+def _latencies(text: str, ctx: Context) -> Latencies:
+    from kvctl.checkpoint.latency import open_latencies
+
+    kind, _, rest = text.partition(":")
+    if kind == "engine" and rest:
+        from kvctl.checkpoint.engine import EngineLatencies
+
+        return EngineLatencies(_engine(rest, ctx))
+    return open_latencies(text)
+
+
+def _engine(url: str, ctx: Context) -> EngineAdapter:
+    import os
+
+    from kvctl.engines.registry import open_engine
+
+    return open_engine(url, ctx, api_key=os.environ.get("KVCTL_ENGINE_API_KEY"))
 
 
 def _place(app: App, text: str, s3: S3Flags) -> StoreConfig:

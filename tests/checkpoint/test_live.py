@@ -1,0 +1,321 @@
+"""Checkpoints of weights that change under the copy, and paces that follow what an engine tells."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.checkpoint import catalog, names
+from kvctl.checkpoint.create import CreateRequest, create, missed
+from kvctl.checkpoint.engine import EngineLatencies, EngineWeights
+from kvctl.checkpoint.latency import Canary, Histogram, Latencies, open_latencies
+from kvctl.checkpoint.pace import Limits
+from kvctl.checkpoint.shards import LiveShards, LiveTensor, LiveWeights
+from kvctl.core.addresses import StoreConfig, parse_store
+from kvctl.core.context import Context
+from kvctl.core.errors import ConflictError, EnvError, UsageError
+from kvctl.engines.api import EngineAdapter, EngineInfo, Sample, Samples, WeightSet, WeightTensor
+from kvctl.transfer.report import Report
+from kvctl.weights.load import run_load
+from kvctl.weights.request import LoadRequest
+from tests.agent.agents import eventually
+
+TENSORS = [LiveTensor(f"layer.{number}.weight", "F32", (256, 64)) for number in range(8)]
+
+
+class Trainer:
+    """Weights that are updated in place at the reads that `updates` counts; every value of a generation is its number,
+    so that a mix shows. See `LiveWeights`.
+    """
+
+    name = "engine:test"
+
+    def __init__(self, updates: Sequence[int], *, holds: bool = True) -> None:
+        self._updates = set(updates)
+        self._holds = holds
+        self._held = False
+        self._reads = 0
+        self.number = 0
+
+    def tensors(self) -> Sequence[LiveTensor]:
+        return TENSORS
+
+    def side_files(self) -> Mapping[str, bytes]:
+        return {"config.json": b"{}"}
+
+    def generation(self) -> str:
+        return str(self.number)
+
+    def again(self) -> None:
+        return
+
+    def read(self, name: str, start: int, view: memoryview) -> None:
+        self._reads += 1
+        if self._reads in self._updates and not self._held:
+            self.number += 1
+        view[:] = bytes([self.number]) * len(view)
+
+    @contextlib.contextmanager
+    def held(self, seconds: float) -> Iterator[bool]:
+        self._held = self._holds
+        yield self._holds
+        self._held = False
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def to(tmp_path: Path) -> StoreConfig:
+    return parse_store(str(tmp_path / "ck"))
+
+
+def checkpoint(
+    live: LiveWeights, to: StoreConfig, limits: Limits | None = None, latencies: Latencies | None = None
+) -> Report:
+    # two tensors a shard
+    request = CreateRequest(to, limits or Limits(), baseline_seconds=0.5)
+    return create(LiveShards(live, 2 * TENSORS[0].nbytes), request, Context(), latencies=latencies)
+
+
+def values(to: StoreConfig) -> set[int]:
+    """Every byte value of the latest checkpoint's tensors."""
+    root = Path(to.url.removeprefix("file://"))
+    place = root / (root / names.LATEST).read_text().strip()
+    found: set[int] = set()
+    for path in place.glob("*.safetensors"):
+        data = path.read_bytes()
+        found |= set(data[8 + int.from_bytes(data[:8], "little") :])
+    return found
+
+
+def test_weights_that_stand_still_are_copied_once_into_a_folder_with_an_index(to: StoreConfig) -> None:
+    report = checkpoint(Trainer([]), to)
+    assert (report.extra["restarts"], report.objects, report.tensors) == (0, 4, 8)
+    assert values(to) == {0}
+    assert catalog.verify(to, None, Context()).verified.state == "full"
+    loaded = run_load(LoadRequest(f"{to.url}/{report.extra['id']}"), Context())
+    assert loaded.tensors == 8
+
+
+@pytest.mark.parametrize("update", [1, 5, 8])
+def test_an_update_in_the_middle_makes_it_begin_again_and_generations_never_mix(to: StoreConfig, update: int) -> None:
+    report = checkpoint(Trainer([update]), to)
+    assert report.extra["restarts"] == 1
+    assert values(to) == {1}
+    assert report.extra["generation"] == "1"
+
+
+def test_updates_all_the_time_are_held_back_at_last(to: StoreConfig) -> None:
+    report = checkpoint(Trainer(range(1, 1000)), to)
+    assert report.extra["restarts"] == 3
+    assert len(values(to)) == 1
+    assert "updates were held back for the last copy" in report.notes
+
+
+def test_where_updates_cannot_be_held_back_it_gives_up_and_says_so(to: StoreConfig) -> None:
+    before = checkpoint(Trainer([]), to).extra["id"]
+    with pytest.raises(ConflictError, match="updated faster than it can be copied"):
+        checkpoint(Trainer(range(1, 1000), holds=False), to)
+    assert catalog.ls(to, Context())["latest"] == before
+    assert values(to) == {0}
+
+
+class Engine:
+    """An adapter over weights in this process: updates wait for the lease, and come in when it ends."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.leased_until = 0.0
+        self.renewed = self.released = 0
+        self.update_at_read = 0
+        self._reads = 0
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("toy", "1", "toy", "nowhere", None, self.number, paused=False)
+
+    def weights(self, *, lease_seconds: float = 60.0) -> WeightSet:
+        self.leased_until = time.monotonic() + lease_seconds
+        tensors = tuple(WeightTensor(item.name, item.dtype, item.shape, item.nbytes) for item in TENSORS)
+        return WeightSet(self.number, None, tensors, {"config.json": b"{}"})
+
+    def renew(self, lease_seconds: float) -> None:
+        self.renewed += 1
+        self.leased_until = time.monotonic() + lease_seconds
+
+    def read(self, weights: WeightSet, tensor: str, offset: int, into: memoryview) -> None:
+        self._reads += 1
+        if self._reads == self.update_at_read:
+            self.number += 1  # its lease had ended
+        if weights.generation != self.number:
+            raise ConflictError("the engine holds another generation by now")
+        into[:] = bytes([self.number]) * len(into)
+
+    def release(self) -> None:
+        self.released += 1
+
+    def samples(self, since: float) -> Samples:
+        now = time.time()
+        return Samples(tuple(Sample(now, 0.01) for _ in range(30)), now)
+
+    def close(self) -> None:
+        return
+
+
+def as_adapter(engine: Engine) -> EngineAdapter:
+    found: Any = engine  # Any: what a checkpoint does not use is left out
+    adapter: EngineAdapter = found
+    return adapter
+
+
+def test_an_engine_is_copied_under_its_lease_and_an_update_after_it_begins_again(to: StoreConfig) -> None:
+    engine = Engine()
+    engine.update_at_read = 6
+    live = EngineWeights(as_adapter(engine), "http://x")
+    report = checkpoint(live, to)
+    live.close()
+    assert report.extra["restarts"] == 1
+    assert report.extra["generation"] == "1"
+    assert values(to) == {1}
+    assert engine.released == 1
+
+
+def test_raw_samples_of_an_engine_set_the_pace(to: StoreConfig) -> None:
+    latencies = EngineLatencies(as_adapter(Engine()))
+    report = checkpoint(Trainer([]), to, Limits(budget=0.001, max_rate=1e9, min_rate=1e8), latencies)
+    pacing = report.extra["pacing"]
+    assert pacing["by"] == "latency"
+    assert pacing["baseline_p99_s"] == 0.01
+    assert pacing["resolution"] == "raw inter-token samples of the engine"
+    assert missed(report) == ""
+
+
+class Told:
+    """Latencies that a test sets."""
+
+    resolution = "told"
+
+    def __init__(self, gap: float, later: float) -> None:
+        self._gap = gap
+        self._later = later
+        self._until = time.monotonic() + 0.8
+
+    def take(self) -> Sequence[float]:
+        return [self._gap if time.monotonic() < self._until else self._later] * 40
+
+    def close(self) -> None:
+        return
+
+
+def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_whole(to: StoreConfig) -> None:
+    # half a MB at 200 kB/s: some windows of a second
+    limits = Limits(budget=0.001, max_rate=2e5, min_rate=1e5, deadline=1.0)
+    report = checkpoint(Trainer([]), to, limits, Told(0.01, 0.05))
+    pacing = report.extra["pacing"]
+    assert pacing["budget_missed"]
+    assert pacing["deadline_missed"]
+    assert pacing["backoffs"] > 0
+    assert missed(report) == "p99 was 40.0 ms over the baseline, the budget was 1 ms; the deadline had passed"
+    assert values(to) == {0}
+
+
+METRICS = """# TYPE vllm:inter_token_latency_seconds histogram
+vllm:inter_token_latency_seconds_bucket{{model_name="m",le="0.01"}} {a}
+vllm:inter_token_latency_seconds_bucket{{model_name="m",le="0.025"}} {b}
+vllm:inter_token_latency_seconds_bucket{{model_name="m",le="+Inf"}} {c}
+vllm:other_bucket{{le="1"}} 5
+"""
+
+
+class Server:
+    """An engine's HTTP as far as latencies need it: metrics that a test sets, and a stream of tokens."""
+
+    def __init__(self) -> None:
+        outer = self
+        self.counts = (0, 0, 0)
+        self.gap = 0.005
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                a, b, c = outer.counts
+                body = json.dumps({"data": [{"id": "m"}]}) if "models" in self.path else METRICS.format(a=a, b=b, c=c)
+                self.send_response(404 if "missing" in self.path else 200)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                assert asked["stream"]
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    for _ in range(100):
+                        time.sleep(outer.gap)
+                        self.wfile.write(b'data: {"choices": []}\n\n')
+                    self.wfile.write(b"data: [DONE]\n\n")
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its base names it so
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+def test_a_histogram_gives_its_edges_and_says_how_coarse_they_are(server: Server) -> None:
+    server.counts = (5, 7, 7)
+    latencies = Histogram(f"{server.url}/metrics")
+    assert latencies.resolution == "histogram, edges at 10, 25 ms"
+    assert latencies.take() == []
+    server.counts = (8, 11, 12)
+    assert sorted(latencies.take()) == [0.01, 0.01, 0.01, 0.025, 0.05]
+    server.close()
+    assert latencies.take() == ()
+
+
+def test_a_canary_measures_the_gaps_of_its_own_stream(server: Server) -> None:
+    latencies = open_latencies(f"canary:{server.url}")
+    found: list[float] = []
+
+    def enough() -> bool:
+        found.extend(latencies.take())
+        return len(found) >= 50
+
+    eventually(enough, "fifty gaps")
+    latencies.close()
+    assert isinstance(latencies, Canary)
+    assert min(found) > 0.0
+    assert sorted(found)[len(found) // 2] >= 0.004
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("http://x", UsageError),
+        ("metrics:", UsageError),
+        ("metrics:ftp://x", UsageError),
+        ("metrics:http://127.0.0.1:1/metrics", EnvError),
+    ],
+)
+def test_what_tells_no_latencies_is_refused(text: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        open_latencies(text)
