@@ -17,7 +17,7 @@ from kvctl.cli.output import Format, Output, stdin_is_terminal
 from kvctl.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from kvctl.core.addresses import Peer, Slot, StoreConfig, Weights
+    from kvctl.core.addresses import StoreConfig, Weights
     from kvctl.core.config import Config, Setting
     from kvctl.core.context import Context
 
@@ -210,14 +210,7 @@ def source_address(app: App, text: str, s3: S3Flags) -> str:
             f"{text!r} is no path and no URL",
             hint=f"for a folder write ./{text}; to copy between repos use `kvctl models cp`",
         )
-    return url_text(found.store) if isinstance(found, PathOrUrl) else memory_url(found)
-
-
-def memory_url(found: Slot | Peer) -> str:
-    """The store URL of an agent's slot: here, or on another host."""
-    from kvctl.core.addresses import Slot
-
-    return f"slot://{found.name}" if isinstance(found, Slot) else f"peer://{found.host}/{found.slot}"
+    return url_text(found.store) if isinstance(found, PathOrUrl) else found.url
 
 
 def model_address(app: App, text: str, s3: S3Flags) -> tuple[str, tuple[StoreConfig, ...] | None, str | None]:
@@ -232,7 +225,7 @@ def model_address(app: App, text: str, s3: S3Flags) -> tuple[str, tuple[StoreCon
     if isinstance(found, RepoModel):
         stores = app.config.repo(found.repo).stores if found.repo else app.repo(s3)
         return found.name, stores, found.version
-    return memory_url(found), None, None
+    return found.url, None, None
 
 
 def current() -> App:

@@ -88,6 +88,11 @@ class Slot:
 
     name: str
 
+    @property
+    def url(self) -> str:
+        """The store that it is."""
+        return f"slot://{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -95,6 +100,11 @@ class Peer:
 
     host: str
     slot: str
+
+    @property
+    def url(self) -> str:
+        """The store that it is."""
+        return f"peer://{self.host}/{self.slot}"
 
 
 Weights = PathOrUrl | RepoModel | Slot | Peer

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from kvctl.core.addresses import PathOrUrl, RepoModel, StoreConfig, parse_store, parse_weights
 from kvctl.core.config import Config, load_config
 from kvctl.core.context import Context
-from kvctl.core.errors import ConfigError, UsageError
+from kvctl.core.errors import ConfigError
 from kvctl.core.events import NullProgress
 from kvctl.core.units import format_size
 from kvctl.kv.tokens import parse_key
@@ -55,8 +55,8 @@ def repo_key(settings: Config, text: str | None, key_file: str | None) -> bytes 
 
 
 def weights_request(settings: Config, address: str, repo: str | None, **options: object) -> LoadRequest:
-    """What to load for a weights address: ./path, URL, or REPO:NAME[@VERSION] (`repo`: where a bare name is). An
-    absolute or relative folder's name is taken for a path, as vLLM does. Raises UsageError, ConfigError.
+    """What to load for a weights address: ./path, URL, slot:NAME, or REPO:NAME[@VERSION] (`repo`: where a bare one
+    is). An absolute or relative folder's name is taken for a path, as vLLM does. Raises UsageError, ConfigError.
     """
     found = PathOrUrl(parse_store(address)) if os.path.exists(address) else parse_weights(address)
     chosen: dict[str, object] = {"into": "memory", **options}
@@ -65,10 +65,7 @@ def weights_request(settings: Config, address: str, repo: str | None, **options:
     if isinstance(found, RepoModel):
         stores = repo_stores(settings, found.repo or repo)
         return LoadRequest(found.name, repo=stores, version=found.version, **chosen)  # type: ignore[arg-type]
-    raise UsageError(
-        f"{address!r} is memory of an agent, which an engine does not load from",
-        hint="name a path, a URL or REPO:NAME[@VERSION]",
-    )
+    return LoadRequest(found.url, **chosen)  # type: ignore[arg-type]
 
 
 def url_of(store: StoreConfig) -> str:
