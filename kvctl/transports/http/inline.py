@@ -27,7 +27,7 @@ _LOOK_AGAIN: Final = 0.5  # seconds after which all connections are looked at, w
 
 class Reading:
     """One read on its way. `data`: of the answer's head, until all of it came; then `left` is where the body goes, and
-    `keep` whether the connection can be used again.
+    `keep` whether the connection can be used again. `moved`: something came since it was looked at.
     """
 
     __slots__ = (
@@ -39,6 +39,7 @@ class Reading:
         "keep",
         "left",
         "missing",
+        "moved",
         "number",
         "op",
         "started",
@@ -51,6 +52,7 @@ class Reading:
         self.data = b""
         self.begun = False
         self.keep = False
+        self.moved = False
         self.left: list[memoryview] = []
         self.missing = op.length
         self.cancelled = False
@@ -124,9 +126,9 @@ class InlineReads:
 
     def _look(self, reading: Reading, now: float) -> None:
         """The kernel wakes for whole bodies: what comes slowly is fetched piece by piece, and given up in time."""
-        before = reading.missing, len(reading.data)
         self._take(reading)
-        if (reading.missing, len(reading.data)) != before:
+        if reading.moved:
+            reading.moved = False
             reading.deadline = now + self._dialect.timeout
         elif now > reading.deadline and self._readings.get(reading.number) is reading:
             self._fail(reading, self._dialect.broken(reading.op, TimeoutError()))
@@ -147,6 +149,7 @@ class InlineReads:
                     return
                 advance(left, count)
                 reading.missing -= count
+                reading.moved = True
                 if left and reading.op.length > _AT_ONCE:
                     connection.wake_at(reading.missing)
         except BlockingIOError:
@@ -167,15 +170,20 @@ class InlineReads:
         """Whether the head is there, and the body is to be taken."""
         while (end := reading.data.find(b"\r\n\r\n")) < 0:
             more = reading.connection.take(_HEAD_PEEK)
-            if not more or len(reading.data) > _HEAD_LIMIT:
-                self._pass_on(reading)
-                return False
+            if not more:
+                raise ConnectionResetError("the server closed the connection")
+            if len(reading.data) > _HEAD_LIMIT:
+                raise ProtocolError(f"an answer with more than {_HEAD_LIMIT} bytes of headers")
             reading.data += more
+            reading.moved = True
         op, data = reading.op, reading.data
-        if self._dialect.fits(op, data[:end]):
+        if len(data) - end - 4 <= op.length and self._dialect.fits(op, data[:end]):
             reading.keep = True
         else:
             head = parse_head(data[:end], data[end + 4 :])
+            if 100 <= head.status < 200:
+                reading.data = head.rest
+                return self._take_head(reading)
             if not 200 <= head.status < 300:
                 self._pass_on(reading, head)
                 return False

@@ -1,0 +1,344 @@
+"""Small reads that the polling thread does itself: what goes wrong on a connection, and what other threads ask."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvctl.core.errors import IncompatibleError, KvctlError, MemberDownError, SizeMismatchError, TransientError
+from kvctl.testing.buffers import GuardedBuffer
+from kvctl.testing.transport_contract import collect, drive
+from kvctl.transports.api import Completion, Op, Status
+from kvctl.transports.http.bulk import INLINE, HttpTransport
+from kvctl.transports.http.ranges import check_read
+from kvctl.transports.wire import Connection, Head
+
+SIZE = 300_000
+DATA = bytes(range(256)) * (SIZE // 256 + 1)
+# What the peer does with the request of a range: the socket, first and last byte.
+Script = Callable[[socket.socket, int, int], None]
+
+
+@dataclass
+class Dialect:
+    """The least that a transport needs to know."""
+
+    port: int
+    timeout: float = 30.0
+    endpoint: str = "http://peer"
+    url: str = "test://peer"
+    server: str = "a peer"
+    refusals: list[int] = field(default_factory=list)
+
+    def describe(self, op: Op) -> str:
+        return op.key
+
+    def refuse(self, op: Op) -> None:
+        return
+
+    def connect(self) -> Connection:
+        return Connection("127.0.0.1", self.port, tls=None, connect_timeout=10, timeout=self.timeout)
+
+    def read_head(self, op: Op) -> bytes:
+        return b"%08d %08d\n" % (op.offset, op.offset + op.length - 1)
+
+    def write_head(self, op: Op) -> bytes:
+        raise NotImplementedError
+
+    def fits(self, op: Op, head: bytes) -> bool:
+        return op.key == "quick" and head.startswith(b"HTTP/1.1 206 ") and b"close" not in head
+
+    def check(self, op: Op, head: Head) -> None:
+        check_read(op, head, op.key, whole=False, versions=False, hint="")
+
+    def check_written(self, op: Op, body: bytes) -> None:
+        return
+
+    def refusal(self, op: Op, head: Head, body: bytes) -> KvctlError:
+        self.refusals.append(head.status)
+        return KvctlError(f"{head.status} {body.decode()}")
+
+    def broken(self, op: Op, problem: Exception) -> KvctlError:
+        return MemberDownError(f"{op.key}: {type(problem).__name__}")
+
+    def try_differently(self, op: Op, problem: KvctlError) -> bool:
+        return False
+
+
+class Peer:
+    """Answers the n-th request with the n-th script, later ones as it should; `connections` it had."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.connections = 0
+        self.release = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with closing(peer):
+            while len(request := _request(peer)) == 18:
+                script = self.scripts.pop(0) if self.scripts else good
+                try:
+                    script(peer, int(request[:8]), int(request[9:17]))
+                except OSError:
+                    return
+
+    def close(self) -> None:
+        self.release.set()
+        self._listener.close()
+
+
+def _request(peer: socket.socket) -> bytes:
+    try:
+        return peer.recv(18, socket.MSG_WAITALL)
+    except OSError:
+        return b""
+
+
+def head(first: int, last: int, extra: bytes = b"") -> bytes:
+    span = b"content-range: bytes %d-%d/%d\r\ncontent-length: %d\r\n" % (first, last, SIZE, last + 1 - first)
+    return b"HTTP/1.1 206 Partial Content\r\n" + span + extra + b"\r\n"
+
+
+def good(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(head(first, last) + DATA[first : last + 1])
+
+
+def closes(peer: socket.socket, first: int, last: int) -> None:
+    peer.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[..., tuple[Peer, HttpTransport]]]:
+    """Starts a peer and a transport to it whose first read has made a connection."""
+    opened: list[Peer | HttpTransport] = []
+
+    def start(*scripts: Script, timeout: float = 30.0) -> tuple[Peer, HttpTransport]:
+        peer = Peer(good, *scripts)
+        transport = HttpTransport(Dialect(peer.port, timeout), name="test", threads=4, plain=True)
+        opened.extend((transport, peer))
+        buffer = GuardedBuffer(10)
+        assert drive(transport, [Op(0, "read", "first", 0, 10, buffer)])[0].status is Status.DONE
+        buffer.close()
+        return peer, transport
+
+    yield start
+    for item in opened:
+        item.close()
+
+
+def one(
+    transport: HttpTransport, *, key: str = "k", offset: int = 7, length: int = 1000, whole: bool = True
+) -> Completion:
+    """A read, its bytes checked where it is done."""
+    buffer = GuardedBuffer(length + 20)
+    done = drive(transport, [Op(1, "read", key, offset, length, buffer, 10, None, SIZE)])[1]
+    if done.status is Status.DONE:
+        assert buffer.view[10 : 10 + length] == DATA[offset : offset + length]
+        buffer.check((10, 10 + length))
+    elif whole:
+        buffer.check()
+    buffer.close()  # BufferError when a view is still held
+    return done
+
+
+@pytest.mark.parametrize("key", ["k", "quick"])
+@pytest.mark.parametrize("length", [1, 1000, 100_000, 200_000, SIZE - 7])
+def test_reads_of_any_size_use_one_connection_and_no_worker(
+    peers: Callable[..., tuple[Peer, HttpTransport]], key: str, length: int
+) -> None:
+    peer, transport = peers()
+    for _ in range(3):
+        done = one(transport, key=key, length=length)
+        assert (done.status, done.requests) == (Status.DONE, 1)
+    assert peer.connections == 1
+
+
+def test_parts_are_filled_in_turn(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    _, transport = peers()
+    for lengths in ((1, 2, 3), (0, 500, 0, 70_000, 1), (200_000, 50_000), (1,) * 2000):
+        total = sum(lengths)
+        buffers = [bytearray(length) for length in lengths]
+        place = GuardedBuffer(1)
+        parts = tuple(memoryview(item) for item in buffers)
+        done = drive(transport, [Op(1, "read", "k", 5, total, place, parts=parts)])[1]
+        assert done.status is Status.DONE
+        assert b"".join(buffers) == DATA[5 : 5 + total]
+        del parts, done
+        place.close()
+
+
+def test_a_connection_that_ends_before_an_answer_is_replaced_once(
+    peers: Callable[..., tuple[Peer, HttpTransport]],
+) -> None:
+    peer, transport = peers(closes, good)
+    done = one(transport)
+    assert (done.status, done.requests, peer.connections) == (Status.DONE, 2, 2)
+    peer, transport = peers(closes, closes)
+    done = one(transport)
+    assert (done.status, type(done.error), peer.connections) == (Status.FAILED, MemberDownError, 2)
+
+
+def _half_head(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(head(first, last)[:30])
+    peer.shutdown(socket.SHUT_RDWR)
+
+
+def _short(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(head(first, last) + DATA[first : last - 99])
+    peer.shutdown(socket.SHUT_RDWR)
+
+
+def _other_range(peer: socket.socket, first: int, last: int) -> None:
+    good(peer, first + 1, last + 1)
+
+
+def _longer(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(head(first, last) + DATA[first : last + 5])
+
+
+def _junk(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(b"junk\r\n\r\n")
+
+
+def _endless(peer: socket.socket, first: int, last: int) -> None:
+    peer.sendall(b"HTTP/1.1 206 Partial Content\r\n" + b"x: y\r\n" * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "key", "touched"),
+    [
+        (_half_head, MemberDownError, "k", False), (_short, TransientError, "k", True),
+        (_short, TransientError, "quick", True), (_other_range, SizeMismatchError, "k", False),
+        (_longer, SizeMismatchError, "k", False), (_longer, SizeMismatchError, "quick", False),
+        (_junk, IncompatibleError, "k", False), (_endless, IncompatibleError, "k", False),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_a_bad_answer_fails_its_read_and_spoils_no_other(
+    peers: Callable[..., tuple[Peer, HttpTransport]], script: Script, kind: type[KvctlError], key: str, touched: bool
+) -> None:
+    peer, transport = peers(script)
+    done = one(transport, key=key, whole=not touched)
+    assert (done.status, type(done.error), done.requests) == (Status.FAILED, kind, 1)
+    assert one(transport, key=key).status is Status.DONE
+    assert peer.connections == 2
+
+
+def test_bytes_behind_an_answer_are_no_answer(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    def more(peer: socket.socket, first: int, last: int) -> None:
+        good(peer, first, last)
+        peer.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
+
+    _, transport = peers(more)
+    # of a body that does not fit into the first receive: what follows it is not noticed then
+    assert one(transport, length=100_000).status is Status.DONE
+    assert one(transport).status is Status.DONE
+
+
+def test_refusals_and_interim_answers_take_one_request(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    def refuses(peer: socket.socket, first: int, last: int) -> None:
+        peer.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnone")
+
+    def hints(peer: socket.socket, first: int, last: int) -> None:
+        peer.sendall(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        good(peer, first, last)
+
+    def last_one(peer: socket.socket, first: int, last: int) -> None:
+        peer.sendall(head(first, last, b"connection: close\r\n") + DATA[first : last + 1])
+        peer.shutdown(socket.SHUT_RDWR)
+
+    peer, transport = peers(refuses, hints, last_one)
+    done = one(transport)
+    assert (done.status, str(done.error), done.requests) == (Status.FAILED, "404 none", 1)
+    assert [(done.status, done.requests) for done in (one(transport), one(transport))] == [(Status.DONE, 1)] * 2
+    assert one(transport).requests == 1
+    assert peer.connections <= 4
+
+
+def test_silence_ends_a_read_and_a_slow_body_does_not(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    def silent(peer: socket.socket, first: int, last: int) -> None:
+        peer.recv(1)
+
+    _, transport = peers(silent, timeout=0.3)
+    done = one(transport)
+    assert (done.status, type(done.error)) == (Status.FAILED, MemberDownError)
+
+    def slow(peer: socket.socket, first: int, last: int) -> None:
+        data = head(first, last) + DATA[first : last + 1]
+        for start in range(0, len(data), len(data) // 4):
+            peer.sendall(data[start : start + len(data) // 4])
+            time.sleep(0.8)
+
+    _, transport = peers(slow, timeout=2.5)
+    assert one(transport, length=250_000).status is Status.DONE
+
+
+def test_other_threads_cancel_and_close_while_it_waits(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    for act in ("cancel", "close"):
+        asked = threading.Event()
+
+        def silent(peer: socket.socket, first: int, last: int, asked: threading.Event = asked) -> None:
+            asked.set()
+            peer.recv(1)
+
+        _, transport = peers(silent)
+        buffer = GuardedBuffer(1000)
+        transport.submit([Op(1, "read", "k", 0, 1000, buffer)])
+
+        def other(transport: HttpTransport = transport, asked: threading.Event = asked, act: str = act) -> None:
+            assert asked.wait(30)
+            if act == "cancel":
+                transport.cancel([1])
+            else:
+                transport.close()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        (done,) = transport.poll(None)
+        thread.join()
+        assert done.status is Status.CANCELLED
+        buffer.check()
+        buffer.close()
+
+
+def test_what_a_worker_ends_wakes_who_waits_for_a_small_read(
+    peers: Callable[..., tuple[Peer, HttpTransport]],
+) -> None:
+    holding = threading.Event()
+
+    def holds(peer: socket.socket, first: int, last: int) -> None:
+        assert holding.wait(30)
+        good(peer, first, last)
+
+    def large(peer: socket.socket, first: int, last: int) -> None:
+        peer.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+
+    _, transport = peers(holds, large)
+    buffer = GuardedBuffer(INLINE + 1)
+    transport.submit([Op(1, "read", "k", 0, 1000, buffer)])
+    transport.submit([Op(2, "read", "k", 0, INLINE + 1, buffer)])
+    (done,) = transport.poll(None)
+    assert (done.id, done.status) == (2, Status.FAILED)
+    assert transport.poll(0) == []
+    assert transport.poll(0.01) == []
+    holding.set()
+    assert collect(transport, 1)[1].status is Status.DONE
+    buffer.close()
