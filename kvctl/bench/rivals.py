@@ -22,6 +22,7 @@ from kvctl.transports.api import Completion, Op, Status, Store, Transport
 
 _HEAD_PEEK: Final = 1024  # a small first receive: what it takes of the body has to be copied
 _HEAD_LIMIT: Final = 65536
+_WAKE: Final = 1 << 20  # bytes of a large body per wake-up of its reader
 WAIT: Final = 60.0  # seconds without a byte
 
 # (offset, bytes) of one request
@@ -249,6 +250,7 @@ class SocketReader:
         self._socket = plain if tls is None else tls.wrap_socket(plain, server_hostname=address.host)
         self._flags = socket.MSG_WAITALL if tls is None else 0
         self._head = head
+        self._low = 1
 
     def read(self, offset: int, view: memoryview) -> None:
         self._socket.sendall(self._head(offset, offset + len(view) - 1))
@@ -264,10 +266,19 @@ class SocketReader:
         view[: len(body)] = body
         done = len(body)
         while done < len(view):
-            count = self._socket.recv_into(view[done:], len(view) - done, self._flags)
+            self._wake_at(min(_WAKE, len(view) - done) if len(view) >= _WAKE and self._flags else 1)
+            piece = min(_WAKE, len(view) - done) if self._low > 1 else len(view) - done
+            count = self._socket.recv_into(view[done:], piece, self._flags)
             if count == 0:
                 raise OSError("the body ended early")
             done += count
+        self._wake_at(1)
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Be woken when so many bytes are there, not for each segment."""
+        if nbytes != self._low:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low = nbytes
 
     def close(self) -> None:
         with suppress(OSError):

@@ -22,7 +22,7 @@ def require(device: str) -> Any:  # Any: the torch module
     """torch, when `device` ('cuda' or 'cuda:N') can be used here. Raises EnvError or UsageError."""
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdigit()):
-        raise UsageError(f"{device!r} is not a device", hint="use cpu, cuda or cuda:N")
+        raise UsageError(f"{device!r} is not a GPU", hint="use cuda or cuda:N")
     try:
         import torch
     except ImportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import re
 import threading
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -17,6 +18,7 @@ from kvctl.core.errors import CapacityError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer, HostBuffer
 
 HOST_DEVICE: Final = "hostdev"
+_NAME: Final = re.compile(r"(cuda|hostdev)(?::(\d{1,4})(?:-(\d{1,4}))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ class HostDevice:
     `direct`: transports may write into its memory, as some do into a GPU's.
     """
 
-    name = HOST_DEVICE
     staging_kind = "host"
 
-    def __init__(self, capacity: int | None = None, *, direct: bool = False) -> None:
+    def __init__(self, capacity: int | None = None, *, direct: bool = False, name: str = HOST_DEVICE) -> None:
+        self.name = name
         self.memory_kind = "host" if direct else HOST_DEVICE
         self._capacity = capacity
         self._taken = 0
@@ -162,15 +164,31 @@ class HostDevice:
         self._stream.join()
 
 
+def device_names(text: str) -> tuple[str, ...]:
+    """The devices of 'cuda', 'cuda:N', 'cuda:A-B' (both included), and the same with 'hostdev'. Raises UsageError."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a device", hint="use cpu, cuda, cuda:N or cuda:A-B")
+    kind, first, last = match.groups()
+    if first is None:
+        return (kind,)
+    if last is None:
+        return (f"{kind}:{int(first)}",)
+    if int(last) < int(first):
+        raise UsageError(f"{text!r} counts backwards", hint=f"write {kind}:{last}-{first}")
+    return tuple(f"{kind}:{number}" for number in range(int(first), int(last) + 1))
+
+
 def open_device(name: str) -> Device:
-    """The device called 'cuda', 'cuda:N' or 'hostdev'. Raises UsageError, or EnvError when it is not there."""
-    if name == HOST_DEVICE:
-        return HostDevice()
-    if name.partition(":")[0] != "cuda":
-        raise UsageError(f"{name!r} is not a device", hint="use cpu, cuda or cuda:N")
+    """One device: 'cuda', 'cuda:N', 'hostdev' or 'hostdev:N'. Raises UsageError, or EnvError when it is not there."""
+    names = device_names(name)
+    if len(names) > 1:
+        raise UsageError(f"{name!r} is more than one device")
+    if names[0].partition(":")[0] == HOST_DEVICE:
+        return HostDevice(name=names[0])
     from kvctl.memory.cuda import CudaDevice
 
-    return CudaDevice(name)
+    return CudaDevice(names[0])
 
 
 def wait_all(events: list[Event]) -> None:

@@ -37,7 +37,7 @@ from kvctl.weights.digesting import check_digests, check_landed, hash_source
 from kvctl.weights.digests import DigestsFile, parse_digests
 from kvctl.weights.from_files import PlainModel
 from kvctl.weights.from_repo import RepoModel
-from kvctl.weights.ondevice import DeviceTarget, direct_or_not, on_device
+from kvctl.weights.ondevice import DeviceTarget, direct_or_not, on_device, releasing
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, gather, scatter
@@ -72,7 +72,12 @@ class Loaded:
 def load_into(request: LoadRequest, target: Target, ctx: Context) -> tuple[Report, Loaded | None]:
     """Load into a target; the second value is set when it keeps memory of this process."""
     watch = Stopwatch()
-    target = on_device(target, request.device, request.into)
+    target = on_device(target, request)
+    with releasing(target):
+        return _load_into(request, target, ctx, watch)
+
+
+def _load_into(request: LoadRequest, target: Target, ctx: Context, watch: Stopwatch) -> tuple[Report, Loaded | None]:
     report = Report("load-weights", source=request.address, target=target.name)
     with open_weights(request, ctx) as source:
         plan = source.plan()
@@ -217,16 +222,16 @@ class _Loading:
         """What the transports land in: host memory, a device's staging slots, or its own memory where one can."""
         if self.device is None:
             return "host"
-        device = self.device.device
+        device = self.device
         schemes = [member.config.scheme for member in self.source.members]
-        self.direct, why = direct_or_not(device, schemes, self.plan.runs, transport, failed)
+        self.direct, why = direct_or_not(device.memory_kind, schemes, self.plan.runs, transport, failed)
         if self.direct:
             return device.memory_kind
         self.report.notes.append(f"{device.name} is reached through {device.staging_kind} staging slots: {why}")
         return device.staging_kind
 
     def _another(self, lanes: LaneSet, failed: Mapping[str, str]) -> bool:
-        kind = "host" if self.device is None else self.device.device.staging_kind
+        kind = "host" if self.device is None else self.device.staging_kind
         try:
             for member in self.source.members:
                 choose(member.config.scheme, kind, failed=failed)
@@ -298,12 +303,12 @@ class _Loading:
         in_flight = sum(lane.max_window for lane in lanes.lanes) + 4
         wanted = self.request.max_in_flight_bytes or STAGING
         slots = max(2, min(in_flight, staging_budget(wanted) // longest))
-        return Arena(slots, longest, HostBuffer if self.device is None else self.device.device.staging)
+        return Arena(slots, longest, HostBuffer if self.device is None else self.device.devices[0].staging)
 
     def _device_report(self, arena: Arena | None) -> dict[str, object]:
         """How the device was reached: JSON."""
         assert self.device is not None
-        device = self.device.device
+        device = self.device
         if arena is None:
             return {"name": device.name, "way": "transports wrote into its memory"}
         return {

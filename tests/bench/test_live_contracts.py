@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from kvctl.bench import contracts
 from kvctl.bench.contracts import check_contracts
 from kvctl.core.addresses import parse_store
 from kvctl.core.context import Context
-from kvctl.core.errors import EnvError, IntegrityError
+from kvctl.core.errors import EnvError, IntegrityError, InterruptedRunError
+from kvctl.testing.nodes import NodeProcess
 from kvctl.transports import registry
 from tests.cli.program import Kvctl
 
@@ -135,3 +138,35 @@ def test_without_pytest_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(EnvError) as caught:
         check_contracts(parse_store(str(tmp_path)), Context())
     assert caught.value.hint == "pip install 'kvctl[check]'"
+
+
+def test_a_storage_node_and_its_transports_keep_every_promise(kvctl: Kvctl, tmp_path: Path) -> None:
+    with NodeProcess.start(str(tmp_path)) as node:
+        config = node.store("mine")
+        done = kvctl("transports", "check", f"{config.url}?key_file={config.options['key_file']}", "-o", "json")
+        assert done.code == 0, done.err
+        document = done.document
+        assert {check["subject"] for check in document["checks"]} >= {"store", "native-tcp", "store-get"}
+        assert document["raw"] == "a second instance of the node store"
+        skipped = {check["check"] for check in document["checks"] if check["outcome"] == "skipped"}
+        assert skipped == {"unfinished uploads"}  # one cannot be made from outside
+        assert [path for path in Path(node.data).rglob("*") if path.is_file()] == []
+
+
+def test_an_interrupted_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    ctx = Context()
+    place = tmp_path / "store"
+    place.mkdir()
+
+    def stop() -> None:
+        deadline = time.monotonic() + 60
+        while not list(place.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ctx.cancel.request(2)
+
+    watcher = threading.Thread(target=stop)
+    watcher.start()
+    with pytest.raises(InterruptedRunError):
+        check_contracts(parse_store(str(place)), ctx)
+    watcher.join()
+    assert list(place.iterdir()) == []

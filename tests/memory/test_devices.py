@@ -13,7 +13,7 @@ import pytest
 from kvctl.core.errors import CapacityError, EnvError, UsageError
 from kvctl.memory import cuda
 from kvctl.memory.buffers import Buffer, HostBuffer
-from kvctl.memory.devices import HostDevice, Span, open_device, wait_all
+from kvctl.memory.devices import HostDevice, Span, device_names, open_device, wait_all
 
 
 @pytest.fixture
@@ -83,10 +83,15 @@ def test_room_that_is_not_there_is_told_with_numbers() -> None:
 
 
 def test_names_of_devices() -> None:
-    open_device("hostdev").close()
-    for name in ("gpu", "cuda:x", "cuda:0:1", "cpu"):
+    assert device_names("cuda") == ("cuda",)
+    assert device_names("cuda:03") == ("cuda:3",)
+    assert device_names("cuda:0-3") == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    open_device("hostdev:1").close()
+    for name in ("gpu", "cuda:", "cuda:x", "cuda:0:1", "cpu", "cuda:3-1", "cuda:-1", "cuda:0-", "cuda:0,1"):
         with pytest.raises(UsageError):
-            open_device(name)
+            device_names(name)
+    with pytest.raises(UsageError, match="more than one"):
+        open_device("hostdev:0-1")
 
 
 def test_a_gpu_that_is_not_there_says_why() -> None:

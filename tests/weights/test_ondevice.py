@@ -12,7 +12,7 @@ import xxhash
 
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context, RetryPolicy
-from kvctl.core.errors import CapacityError, EnvError, IntegrityError, UsageError
+from kvctl.core.errors import CapacityError, EnvError, IntegrityError, NotFoundError, UsageError
 from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.memory.devices import Device, Event, HostDevice, Span
 from kvctl.repo.admin import InitOptions, init_repo
@@ -64,8 +64,8 @@ def onto(device: Device, request: LoadRequest, ctx: Context) -> tuple[Report, li
 class Counting(HostDevice):
     """Remembers what was begun, and holds each slot to what it held then."""
 
-    def __init__(self, **options: bool) -> None:
-        super().__init__(**options)
+    def __init__(self, *, direct: bool = False) -> None:
+        super().__init__(direct=direct)
         self.begun: list[tuple[int, int]] = []  # slot's offset in the staging buffer, bytes
         self.changed = 0
         self.sums: dict[int, str] = {}
@@ -270,3 +270,30 @@ def test_measuring_keeps_nothing_on_the_device(folder: Path, ctx: Context) -> No
 def test_targets_that_keep_files_are_refused(folder: Path, tmp_path: Path, ctx: Context) -> None:
     with pytest.raises(UsageError, match="not on hostdev"):
         run_load(LoadRequest(str(folder), into=f"dir:{tmp_path / 'x'}", device="hostdev"), ctx)
+
+
+def test_each_rank_has_a_device_of_its_own_and_the_source_is_read_once(folder: Path, ctx: Context) -> None:
+    request = request_for(folder, tp_size=2)
+    devices = Counting(), Counting()
+    report, loaded = load_into(request, DeviceTarget(*devices), ctx)
+    assert loaded is not None
+    for rank, landing in enumerate(loaded.landings):
+        assert data([landing]) == on_cpu(request_for(folder, tp_rank=rank, tp_size=2), ctx)
+    # both got their share: what is sharded once, what is replicated twice
+    assert all(device.begun for device in devices)
+    assert report.fetched < report.bytes
+
+
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, None), (4, None), (2, 1)])
+def test_several_devices_take_a_rank_each(folder: Path, ctx: Context, tp_size: int, tp_rank: int | None) -> None:
+    request = LoadRequest(str(folder), into="none", device="hostdev:0-1", tp_size=tp_size, tp_rank=tp_rank)
+    with pytest.raises(UsageError, match="take a rank each"):
+        run_load(request, ctx)
+    assert run_load(replace(request, tp_size=2, tp_rank=None), ctx).target == "hostdev:0-1"
+
+
+def test_a_source_that_is_not_there_leaves_no_stream_behind(tmp_path: Path, ctx: Context) -> None:
+    before = threading.active_count()
+    with pytest.raises(NotFoundError):
+        run_load(LoadRequest(str(tmp_path / "none"), into="none", device="hostdev:0-3", tp_size=4), ctx)
+    assert threading.active_count() == before

@@ -30,7 +30,7 @@ Examples:
     metavar="TARGET",
     help="none (measure, keep nothing), dir:PATH, shm:NAME or slot:NAME (of this host's agent).",
 )
-@option("--device", default="cpu", help="Where tensors land: cpu or cuda:N.")
+@option("--device", default="cpu", help="Where tensors land: cpu, cuda:N, or cuda:A-B for a rank each.")
 @option(
     "--require-digests",
     type=click.Path(),
