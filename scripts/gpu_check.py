@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,11 +30,10 @@ from kvctl.core.errors import CapacityError, EnvError, IntegrityError
 from kvctl.core.units import parse_size
 from kvctl.doctor import gpu
 from kvctl.doctor.findings import Machine
-from kvctl.memory.buffers import Buffer, HostBuffer
-from kvctl.memory.cuda import CudaDevice, require
-from kvctl.memory.devices import HOST_DEVICE, Device, Event, HostDevice, Span, open_device
+from kvctl.memory.buffers import HostBuffer
+from kvctl.memory.cuda import require
+from kvctl.memory.devices import HOST_DEVICE, Device, HostDevice, open_device
 from kvctl.repo.admin import InitOptions, init_repo
-from kvctl.testing.models import raw_header
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transfer.report import Report
 from kvctl.transports import registry
@@ -44,12 +42,9 @@ from kvctl.weights.ondevice import DeviceTarget
 from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.targets import MemoryTarget
+from scripts.gpu_parts import SlowHostDevice, Watched, write_model
 
 SCHEMA: Final = "kvctl.gpu-check/1"
-SHARDS: Final = 3
-SLOWER_SECONDS: Final = 0.05
-SLOWER_CYCLES: Final = 50_000_000  # of a GPU's clock: some 30 ms
-WIDTH: Final = 4096  # bytes of a row of the model's tensors, two to a bf16 value
 ONLY_A_GPU: Final = (
     "pinned memory and copies over PCIe or NVLink: their speed, and that they overlap with reading",
     "CUDA's own errors: out of memory, a failed copy",
@@ -86,31 +81,6 @@ class Suite:
             found = {"ok": False, "error": f"{type(problem).__name__}: {problem}"}
         self.checks.append({"name": name, **found})
         print(f"  {'ok' if found['ok'] else 'FAILED'}", file=sys.stderr, flush=True)
-
-
-def write_model(folder: str, size: int) -> None:
-    """Bf16 matrices of random bytes in three shards, `size` bytes together. Not in memory as a whole."""
-    os.makedirs(folder, exist_ok=True)
-    rows = max(2, size // SHARDS // 4 // WIDTH // 2 * 2)
-    weight_map: dict[str, str] = {}
-    for shard in range(SHARDS):
-        name = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
-        document: dict[str, object] = {}
-        names = [f"model.layers.{shard}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-        names.append(f"model.layers.{shard}.self_attn.o_proj.weight")
-        for number, tensor in enumerate(names):
-            start = number * rows * WIDTH
-            document[tensor] = {
-                "dtype": "BF16", "shape": [rows, WIDTH // 2], "data_offsets": [start, start + rows * WIDTH],
-            }  # fmt: skip
-            weight_map[tensor] = name
-        with open(os.path.join(folder, name), "wb") as file:
-            file.write(raw_header(document))
-            left = len(names) * rows * WIDTH
-            while left:
-                left -= file.write(os.urandom(min(left, 16 << 20)))
-    Path(folder, "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    Path(folder, "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 32}))
 
 
 def sums(loaded: Loaded, look: Callable[[int, int, int], memoryview]) -> dict[str, str]:
@@ -238,59 +208,6 @@ def damage(suite: Suite) -> Mapping[str, Any]:
     raise EnvError("a damaged chunk was loaded")
 
 
-class Watched:
-    """A device that takes longer for each copy, and counts the copies that were begun while another ran."""
-
-    def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.name, self.memory_kind, self.staging_kind = inner.name, inner.memory_kind, inner.staging_kind
-        self.begun = self.together = self.running = 0
-        self.lock = threading.Lock()
-
-    def allocate(self, nbytes: int) -> Buffer:
-        return self.inner.allocate(nbytes)
-
-    def staging(self, nbytes: int) -> Buffer:
-        return self.inner.staging(nbytes)
-
-    def copy_async(self, source: Buffer, target: Buffer, span: Span) -> Event:
-        with self.lock:
-            self.begun += 1
-            self.together += self.running > 0
-            self.running += 1
-        if isinstance(self.inner, CudaDevice):
-            lib = require(self.name)
-            with lib.cuda.stream(self.inner._stream):
-                lib.cuda._sleep(SLOWER_CYCLES)
-        return WatchedEvent(self, self.inner.copy_async(source, target, span))
-
-    def read_back(self, source: Buffer, offset: int, view: memoryview) -> None:
-        self.inner.read_back(source, offset, view)
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@dataclass(frozen=True)
-class WatchedEvent:
-    device: Watched
-    inner: Event
-
-    def wait(self) -> None:
-        self.inner.wait()
-        with self.device.lock:
-            self.device.running -= 1
-
-
-class SlowHostDevice(HostDevice):
-    def copy(self, source: Buffer, target: Buffer, span: Span) -> None:
-        time.sleep(SLOWER_SECONDS)
-        super().copy(source, target, span)
-
-
 def overlap(suite: Suite) -> Mapping[str, Any]:
     """Ranges are read, verified and begun while a copy runs: copies are made slower, and those that were begun while
     another ran are counted. No time is judged.
@@ -328,14 +245,15 @@ def no_room(suite: Suite) -> Mapping[str, Any]:
 
 
 def two_devices(suite: Suite, names: tuple[str, str]) -> Mapping[str, Any]:
-    """A rank each, at once."""
+    """A rank on each, by two loads at once and by one load of both."""
     problems: list[BaseException] = []
+    requests = [LoadRequest(suite.model, into="memory", tp_rank=number, tp_size=2) for number in range(2)]
+    expected = [on_cpu(request) for request in requests]
 
     def rank(number: int) -> None:
-        request = LoadRequest(suite.model, into="memory", tp_rank=number, tp_size=2)
         try:
-            with onto(open_device(names[number]), request) as (_, found):
-                if found != on_cpu(request):
+            with onto(open_device(names[number]), requests[number]) as (_, found):
+                if found != expected[number]:
                     problems.append(IntegrityError(f"rank {number} differs"))
         except Exception as problem:
             problems.append(problem)
@@ -347,7 +265,20 @@ def two_devices(suite: Suite, names: tuple[str, str]) -> Mapping[str, Any]:
         thread.join()
     if problems:
         raise problems[0]
-    return {"devices": list(names)}
+    with ExitStack() as stack:
+        both = DeviceTarget(open_device(names[0]), open_device(names[1]))
+        report, loaded = load_into(LoadRequest(suite.model, into="memory", tp_size=2), both, Context())
+        assert loaded is not None
+        for number, landing in enumerate(loaded.landings):
+            stack.callback(landing.buffer.close)
+            reader = open_device(names[number])
+            stack.callback(reader.close)
+            for tensor in (item for item in loaded.plan.tensors if item.output == number):
+                view = HostBuffer(tensor.end - tensor.start).view
+                reader.read_back(landing.buffer, landing.data_start + tensor.start, view)
+                if xxhash.xxh3_64_hexdigest(view) != expected[number][tensor.name]:
+                    raise IntegrityError(f"{tensor.name} of rank {number} differs")
+    return {"devices": list(names), "in_one_run": facts(report)}
 
 
 def tensors(suite: Suite) -> Mapping[str, Any]:
