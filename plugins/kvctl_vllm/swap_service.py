@@ -119,12 +119,12 @@ class SwapService:
 
     async def _stage(self) -> None:
         await self._engine.call("kvctl_swap", "stage")
-        while not (await self._engine.call("kvctl_swap", "staged"))["done"]:
-            await asyncio.sleep(POLL)  # noqa: ASYNC110 - the worker can only be asked
+        while not (await self._engine.call("kvctl_swap", "staged"))["done"]:  # noqa: ASYNC110 - it can only be asked
+            await asyncio.sleep(POLL)
 
     async def _readers(self) -> None:
         """Wait for those who read the weights; their leases end."""
-        while (left := self._leased_until - time.monotonic()) > 0:
+        while (left := self._leased_until - time.monotonic()) > 0:  # noqa: ASYNC110 - leases are renewed and ended
             await asyncio.sleep(min(left, POLL))
 
     async def _undo(self, error: Exception, *, applied: bool) -> None:
