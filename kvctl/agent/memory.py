@@ -5,6 +5,7 @@ nobody, the owner included, can change a byte, and whoever has a descriptor can 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -96,6 +97,52 @@ class MemfdBuffer:
         self.fd = -1
         with contextlib.suppress(BufferError):
             self._unmap()
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer, of which we want the first field."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _readonly_address(memory: mmap.mmap) -> int:
+    # ctypes' own from_buffer takes writable memory only
+    found = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(found), 0)
+    address = int(found.buf or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return address
+
+
+class SealedBuffer:
+    """A read-only mapping of a sealed memfd, for transports that send it; writing to it is a fault. The descriptor
+    stays the caller's. `nbytes` is positive. See `kvctl.memory.buffers.Buffer`.
+    """
+
+    kind = "shared"
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self.view = memoryview(self._map)
+        self.address = _readonly_address(self._map)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # a view that is still out keeps the mapping alive
+            self.view.release()
+            self._map.close()
 
 
 class LeasedMap(mmap.mmap):

@@ -106,6 +106,7 @@ class Session:
         made = self._mine(document)
         self._agent.slots.commit(made, keep_previous=bool(document["keep_previous"]))
         del self._made[made.ident]
+        self._agent.changed()
         return describe(made), ()
 
     def _abandon(self, document: Document) -> Answer:
@@ -134,10 +135,13 @@ class Session:
         freed = self._agent.slots.unload(
             str(document["slot"]), force=bool(document["force"]), previous_only=bool(document["previous_only"])
         )
+        self._agent.changed()
         return {"slot": document["slot"], "freed_bytes": freed}, ()
 
     def _rollback(self, document: Document) -> Answer:
-        return describe(self._agent.slots.rollback(str(document["slot"]))), ()
+        found = self._agent.slots.rollback(str(document["slot"]))
+        self._agent.changed()
+        return describe(found), ()
 
 
 def describe(item: Generation) -> Document:

@@ -22,6 +22,7 @@ from typing import Final
 
 from kvctl.agent import wire
 from kvctl.agent.memory import make_memfd
+from kvctl.agent.publishing import Publisher, open_source
 from kvctl.agent.requests import Session
 from kvctl.agent.settings import AgentSettings
 from kvctl.agent.slots import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile, Slots
@@ -35,11 +36,14 @@ _TICK: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What an agent says once it accepts. `peers`: the URL under which other hosts read its slots, or empty."""
+    """What an agent says once it accepts. `peers`: the URL under which other hosts read its slots, or empty;
+    `one_sided`: that for one-sided reads.
+    """
 
     socket: str
     memory: int
     peers: str
+    one_sided: str
     pid: int
 
 
@@ -59,6 +63,7 @@ class Agent:
         self.slots = Slots(settings.memory, _free, available=memory_available, linger=settings.linger)
         self.peers_url = ""
         self.ident = secrets.token_hex(8)
+        self.publisher: Publisher | None = None
         self._holders = itertools.count(1)
 
     def reserve(self, ask: Reserve, holder: Holder, runs: int) -> Generation | None:
@@ -83,6 +88,16 @@ class Agent:
             raise
         made.handles = tuple(fds)
         return made
+
+    def ready(self) -> Ready:
+        settings = self.settings
+        url = self.publisher.url if self.publisher is not None else ""
+        return Ready(settings.socket, settings.memory, self.peers_url, url, os.getpid())
+
+    def changed(self) -> None:
+        """Another generation may serve now."""
+        if self.publisher is not None:
+            self.publisher.changed()
 
     def holder(self, pid: int, label: str) -> Holder:
         return Holder(next(self._holders), pid, label)
@@ -207,12 +222,16 @@ def run_agent(
     cannot start.
     """
     agent = Agent(settings)
+    if settings.one_sided is not None:
+        asked = settings.one_sided
+        source = open_source(asked.transport, asked.listen, asked.key_file)
+        agent.publisher = Publisher(source, agent.slots, agent.holder(os.getpid(), "publisher"), note)
     control = ControlServer(agent, note, trace)
     try:
         if settings.peers is None:
             stop = _Signals()
             control.start()
-            ready(Ready(settings.socket, settings.memory, "", os.getpid()))
+            ready(agent.ready())
             stop.wait()
         else:
             _with_peers(agent, control, ready, note, trace)
@@ -221,6 +240,8 @@ def run_agent(
         return Ended(len({item.slot for item in left}), len(holders))
     finally:
         control.close()
+        if agent.publisher is not None:
+            agent.publisher.close()
 
 
 def _with_peers(
@@ -241,7 +262,7 @@ def _with_peers(
     def listening(found: NodeReady) -> None:
         agent.peers_url = found.url.replace("node://", "peer://", 1)
         control.start()
-        ready(Ready(settings.socket, settings.memory, agent.peers_url, os.getpid()))
+        ready(agent.ready())
 
     with SlotTree.make(agent.slots, agent.ident) as tree:
         run_node(settings.peers, ready=listening, note=note, trace=trace, tree=tree)

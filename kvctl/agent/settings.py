@@ -14,12 +14,26 @@ SOCKET_VARIABLE: Final = "KVCTL_AGENT_SOCKET"
 
 
 @dataclass(frozen=True, slots=True)
+class OneSided:
+    """A transport by which peers read the slots' memory itself (nixl-ucx), and where its control channel listens.
+    `key_file`: holds a key shared with the readers; without it only loopback is served.
+    """
+
+    transport: str
+    listen: tuple[str, int]
+    key_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """`memory`: bytes that all slots may take together. `peers`: how other hosts read the slots; None: not at all."""
+    """`memory`: bytes that all slots may take together. `peers`: how other hosts read the slots over the storage node's
+    protocol, `one_sided`: how they do by RDMA or the like; None: not at all.
+    """
 
     socket: str
     memory: int
     peers: NodeSettings | None = None
+    one_sided: OneSided | None = None
     linger: float = field(default=5.0)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvctl.agent.client import AgentClient, OpenedFile
+from kvctl.agent.client import AgentClient
+from kvctl.agent.memory import SealedBuffer
 from kvctl.checkpoint.pacing import Pacer
 from kvctl.core.errors import IncompatibleError
 from kvctl.memory.buffers import Buffer, HostBuffer
@@ -66,26 +66,6 @@ class ShardSource(Protocol):
     def close(self) -> None: ...
 
 
-class MappedFile:
-    """A file of a slot, mapped read-only. See `kvctl.memory.buffers.Buffer`."""
-
-    kind = "shared"
-
-    def __init__(self, file: OpenedFile) -> None:
-        self.nbytes = file.size
-        self._map = mmap.mmap(file.fd, file.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self.view = memoryview(self._map)
-
-    @property
-    def address(self) -> int:
-        raise TypeError("memory that cannot be written has no address for a transport")
-
-    def close(self) -> None:
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
-
-
 class SlotShards:
     """A slot's generation, leased until `close`: swaps do not touch it, and neither does the agent's death."""
 
@@ -114,7 +94,7 @@ class SlotShards:
         }
 
     def open(self, shard: Shard, pacer: Pacer) -> Buffer:
-        return MappedFile(self._files[shard.name])
+        return SealedBuffer(self._files[shard.name].fd, shard.size)
 
     def unchanged(self) -> bool:
         return True

@@ -27,6 +27,7 @@ class AgentProcess:
     process: subprocess.Popen[bytes]
     socket: str
     peers: str
+    one_sided: str
 
     @classmethod
     def start(cls, folder: Path, *arguments: str, peers: bool = False, memory: str = "256MiB") -> Self:
@@ -45,7 +46,7 @@ class AgentProcess:
             line = out.readline()
         assert line, (folder / "agent.log").read_text()
         said = json.loads(line)
-        return cls(folder, process, said["socket"], said["peers"])
+        return cls(folder, process, said["socket"], said["peers"], said["one_sided"])
 
     @property
     def place(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -14,9 +15,11 @@ from kvctl.agent.client import AgentClient
 from kvctl.agent.load import load_slot
 from kvctl.agent.memory import is_sealed
 from kvctl.agent.target import SlotOptions
+from kvctl.core.addresses import parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import CapacityError, ConflictError, EnvError, NotFoundError, UsageError
 from kvctl.testing.models import LlamaShape, write_llama
+from kvctl.transports.registry import open_store, probe, transport_specs
 from kvctl.weights.load import run_load
 from kvctl.weights.request import LoadRequest
 from tests.agent.agents import AgentProcess, eventually, kvctl, python, read_slot, same_files
@@ -216,3 +219,23 @@ def test_a_peer_without_a_token_is_refused_where_keys_are_asked_for(
     assert (code, error["code"]) == (5, "auth")
     monkeypatch.setenv("KVCTL_NODE_KEY_FILE", str(tmp_path / "ro.key"))
     assert kvctl("load-weights", f"{agent.peers}/m", socket="", state=tmp_path)[0] == 0
+
+
+def test_a_peer_reads_a_slot_by_ucx_and_sees_what_serves_only(start: Start, tmp_path: Path) -> None:
+    if not probe(transport_specs()["nixl-ucx"]).available:
+        pytest.skip("needs NIXL: pip install 'kvctl[nixl]'")
+    agent = start("--peers-ucx", "127.0.0.1:0")
+    files = write_llama(str(tmp_path / "m"), shards=2)
+    load(agent, tmp_path / "m")
+    where = f"{agent.one_sided}/m"
+    with contextlib.closing(open_store(parse_store(where))) as store:
+        eventually(lambda: len(list(store.list())) == len(files), "the slot is published")
+    report = kvctl("load-weights", where, "--into", f"dir:{tmp_path}/copy", socket="", state=tmp_path)[1]
+    assert report["transport"][0]["name"] == "nixl-ucx"
+    assert all((tmp_path / "copy" / name).read_bytes() == data for name, data in files.items())
+    with agent.client() as client:
+        client.call("unload", slot="m", force=False, previous_only=False)
+    with contextlib.closing(open_store(parse_store(where))) as store:
+        eventually(lambda: not list(store.list()), "the slot is withdrawn")
+    assert agent.used() == 0
+    assert agent.close() == 0

@@ -41,6 +41,14 @@ _socket = option(
     help="Serve peers of this network without tokens; may repeat.",
 )  # fmt: skip
 @option("--tls-cert", type=_FILE, envvar=None, section=_PEERS, help="PEM certificate with its chain: HTTPS only.")
+@option(
+    "--peers-ucx", metavar="HOST:PORT", envvar="KVCTL_AGENT_PEERS_UCX", section=_PEERS,
+    help="Let other hosts read the slots' memory by NIXL (UCX), as ucx://HOST:PORT/SLOT.",
+)  # fmt: skip
+@option(
+    "--peers-ucx-key", type=_FILE, envvar="KVCTL_PEER_KEY_FILE", section=_PEERS,
+    help="File with a key shared with them; without it only this host is served.",
+)  # fmt: skip
 @option("--tls-key", type=_FILE, envvar=None, section=_PEERS, help="Its key, if it is not in the same file.")
 def serve(
     *,
@@ -51,6 +59,8 @@ def serve(
     open_to: tuple[str, ...],
     tls_cert: str | None,
     tls_key: str | None,
+    peers_ucx: str | None,
+    peers_ucx_key: str | None,
 ) -> None:
     """Own the memory of weights: slots that engines attach to, and that outlive them.
 
@@ -60,9 +70,10 @@ def serve(
     from dataclasses import asdict
 
     from kvctl.agent.server import run_agent
-    from kvctl.agent.settings import AgentSettings, default_socket
+    from kvctl.agent.settings import AgentSettings, OneSided, default_socket
     from kvctl.core.errors import UsageError
     from kvctl.memory.budget import memory_available
+    from kvctl.node.settings import parse_listen
 
     app = current()
     if peers is None and (key_file is not None and open_to):
@@ -71,6 +82,7 @@ def serve(
         socket or default_socket(),
         memory or memory_available() * 3 // 4,
         None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key),
+        None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
     )
 
     def ready(found: Ready) -> None:
@@ -80,7 +92,8 @@ def serve(
         from kvctl.core.units import format_size
 
         app.output.note(f"agent at {found.socket}, {format_size(found.memory)} for slots")
-        app.output.note(f"peers: {found.peers}" if found.peers else "peers: none can read here (--peers)")
+        ways = " and ".join(way for way in (found.peers, found.one_sided) if way)
+        app.output.note(f"peers: {ways}" if ways else "peers: none can read here (--peers)")
 
     ended = run_agent(
         settings, ready=ready, note=app.output.warning, trace=app.output.detail if app.output.verbose else None
