@@ -19,6 +19,10 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _PAGE: Final = 4096
 
 
+# Held while files of the kernel's RDMA events are opened or closed: see `queues.Completions`.
+EVENT_FILES: Final = threading.Lock()
+
+
 class Memory:
     """Registered memory [address, address + length). Closed as often as it was asked for."""
 
@@ -55,7 +59,8 @@ class Device:
         self._lock = threading.Lock()
         self._memories: dict[tuple[int, int], Memory] = {}
         try:
-            self.context: Any = verbs.device.Context(name=name)
+            with EVENT_FILES:
+                self.context: Any = verbs.device.Context(name=name)
             self.pd: Any = verbs.pd.PD(self.context)
         except Exception as problem:
             raise EnvError(f"the RDMA device {name} cannot be opened", cause=str(problem)) from None
@@ -91,7 +96,8 @@ class Device:
             if self.users:
                 return
             del _OPEN[self.name]
-        self.context.close()
+        with EVENT_FILES:
+            self.context.close()
 
 
 _OPEN: Final[dict[str, Device]] = {}

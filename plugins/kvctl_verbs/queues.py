@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from typing import Any, Final
 from kvctl.core.errors import EnvError
 from kvctl_verbs.bindings import load
 from kvctl_verbs.cm import AddressHandle, Ident, QpAttributes
-from kvctl_verbs.device import Device, Memory
+from kvctl_verbs.device import EVENT_FILES, Device, Memory
 
 _LINK: Final = "anon_inode:[infinibandevent]"
-_MAKING: Final = threading.Lock()
+_TRIES: Final = 20
 _BATCH: Final = 16
 
 
@@ -37,14 +36,7 @@ class Completions:
 
     def __init__(self, device: Device, entries: int) -> None:
         verbs = load()
-        # pyverbs tells no descriptor of a channel: it is the event file that appeared while the channel was made
-        with _MAKING:
-            before = _event_files()
-            self._channel: Any = verbs.cq.CompChannel(device.context)
-            made = _event_files() - before
-        if len(made) != 1:
-            raise EnvError(f"the completion channel of {device.name} has no descriptor to wait on")
-        self.fd = made.pop()
+        self._channel, self.fd = _event_channel(device)
         self._cq: Any = verbs.cq.CQ(device.context, entries, None, self._channel, 0)
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
@@ -79,7 +71,25 @@ class Completions:
     def close(self) -> None:
         """After its queue pairs are closed."""
         self._cq.close()
-        self._channel.close()
+        with EVENT_FILES:
+            self._channel.close()
+
+
+def _event_channel(device: Device) -> tuple[Any, int]:
+    """A completion channel and its descriptor. pyverbs does not tell that: it is the event file that appeared while the
+    channel was made. Under a lock, since a number that another of our threads gives back would be taken again at once;
+    and several times, since others (librdmacm, when it first meets a device) open such files too. Raises EnvError.
+    """
+    verbs = load()
+    for _ in range(_TRIES):
+        with EVENT_FILES:
+            before = _event_files()
+            channel = verbs.cq.CompChannel(device.context)
+            made = _event_files() - before
+            if len(made) == 1:
+                return channel, made.pop()
+            channel.close()
+    raise EnvError(f"the completion channel of {device.name} has no descriptor to wait on")
 
 
 def _event_files() -> set[int]:

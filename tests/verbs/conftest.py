@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.lab.fixtures import inside, lab, run_inside, start_guests
+from tests.lab.fixtures import figure, inside, lab, run_inside, start_guests
 
-__all__ = ["inside", "lab", "run_inside", "start_guests"]
+__all__ = ["figure", "inside", "lab", "run_inside", "start_guests"]
