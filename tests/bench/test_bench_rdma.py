@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kvctl.bench import bare_rdma
-from tests.lab.fixtures import inside, lab, run_inside, start_guests
+from tests.lab.fixtures import figure, inside, lab, run_inside, start_guests
 
-__all__ = ["inside", "lab", "run_inside", "start_guests"]
+__all__ = ["figure", "inside", "lab", "run_inside", "start_guests"]
 
 
 @pytest.mark.rdma
