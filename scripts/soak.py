@@ -77,6 +77,21 @@ def pytest_with(arguments: Callable[[int], Iterable[str]]) -> Callable[[int, int
     return soak
 
 
+def swaps(runs: int, seed: int) -> Outcome:
+    """`runs` swaps of an agent's slot."""
+    from dataclasses import asdict
+
+    from tests.agent.swaps import Marathon
+
+    outcome = Outcome([seed], runs)
+    with _own_home() as home, tempfile.TemporaryDirectory(prefix="kvswaps-") as place:
+        try:
+            outcome.facts = asdict(Marathon(Path(place), home, seed).run(runs, kill_agents=0.01))
+        except Exception as error:
+            outcome.failures.append({"seed": seed, "error": f"{type(error).__name__}: {error}"})
+    return outcome
+
+
 HYPOTHESIS = ("tests/weights", "tests/repo/test_repo_pure.py", "tests/cases/test_any_model.py")
 SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "kill-push-weights": (kills("push-weights"), 50),
@@ -86,6 +101,7 @@ SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
         pytest_with(lambda seed: [*HYPOTHESIS, f"--hypothesis-seed={seed}"]), 20,
     ),
     "gc-interleavings": (pytest_with(lambda _: ["-m", "slow", "tests/repo/test_gc_interleavings.py"]), 1),
+    "swaps": (swaps, 1000),
     "slow-endpoint": (pytest_with(lambda _: ["tests/cases/test_slow_endpoint.py"]), 20),
 }  # fmt: skip
 

@@ -88,12 +88,12 @@ class SlotTarget:
         return False
 
     def _check_shapes(self, client: AgentClient, shapes: Shapes) -> None:
-        with AgentClient(client.path, label="swap") as leasing:
-            serving = leasing.open(self.slot)
-            try:
-                check_same_shape(read_shapes(serving), shapes)
-            finally:
-                close_files(serving)
+        serving = client.open(self.slot)
+        try:
+            check_same_shape(read_shapes(serving), shapes)
+        finally:
+            close_files(serving)
+            client.call("release", ident=serving.ident)  # now, or our own lease is in the way of --evict-first
 
     def _fill_small(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fds: Sequence[int]) -> None:
         landings: list[Landing] = []

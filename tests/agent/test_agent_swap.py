@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from kvctl.agent.load import rollback_slot, swap_slot
 from kvctl.agent.target import SlotOptions
@@ -24,24 +22,10 @@ from kvctl.core.errors import (
 from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.transfer.report import Report
 from kvctl.weights.request import LoadRequest
-from tests.agent.agents import AgentProcess, eventually, kvctl, python, read_slot, same_files
+from tests.agent.agents import AgentProcess, eventually, kvctl, read_slot, same_files
 from tests.agent.conftest import Start
+from tests.agent.swaps import Marathon
 from tests.agent.test_agent_slots import load
-
-READER = """
-import os, sys, xxhash
-from kvctl.agent.client import AgentClient
-client = AgentClient(label="reader")
-while True:
-    opened = client.open("m")
-    for file in opened.files:
-        if file.name == "model.safetensors":
-            first = xxhash.xxh3_64_hexdigest(os.pread(file.fd, file.size, 0))
-            again = xxhash.xxh3_64_hexdigest(os.pread(file.fd, file.size, 0))
-            print(first, again, flush=True)
-        os.close(file.fd)
-    client.call("release", ident=opened.ident)
-"""
 
 
 def swap(agent: AgentProcess, source: Path, options: SlotOptions | None = None, digests: str | None = None) -> Report:
@@ -161,53 +145,8 @@ def test_where_two_do_not_fit_the_old_one_goes_first_only_when_asked(start: Star
     eventually(lambda: agent.ls() == [], "nothing is left")
 
 
-def test_fifty_swaps_with_readers_that_come_and_are_killed(agent: AgentProcess, tmp_path: Path) -> None:
-    chance = random.Random(6)
-    digests = set()
-    for seed in (0, 1, 2):
-        files = write_llama(str(tmp_path / str(seed)), LlamaShape(layers=1, hidden=64), seed=seed)
-        digests.add(xxhash.xxh3_64_hexdigest(files["model.safetensors"]))
-    load(agent, tmp_path / "0")
-    one = agent.used()
-    descriptors = Path(f"/proc/{agent.process.pid}/fd")
-    idle = len(list(descriptors.iterdir()))
-    readers = [python(READER, agent.socket) for _ in range(2)]
-    reads = 0
-    try:
-        for number in range(1, 51):
-            options = SlotOptions(keep_previous=chance.random() < 0.3)
-            swap(agent, tmp_path / str(number % 3), options)
-            if chance.random() < 0.2:
-                rollback_possible = any(state == "previous" for _, state in states(agent))
-                if rollback_possible:
-                    rollback_slot("m", socket=agent.socket)
-                    rollback_slot("m", socket=agent.socket)
-            reader = chance.choice(readers)
-            assert reader.stdout is not None
-            for _ in range(3):
-                first, again = reader.stdout.readline().split()
-                assert first == again
-                assert first in digests
-                reads += 1
-            if chance.random() < 0.2:
-                readers.remove(reader)
-                with reader.stdout:
-                    reader.kill()
-                    reader.wait()
-                if reader.stdin is not None:
-                    reader.stdin.close()
-                readers.append(python(READER, agent.socket))
-    finally:
-        for reader in readers:
-            reader.kill()
-            reader.wait()
-            for stream in (reader.stdin, reader.stdout):
-                if stream is not None:
-                    stream.close()
-    assert reads == 150
-    eventually(lambda: all(item["leases"] == 0 for item in agent.ls("m")), "all leases end")
-    if any(state == "previous" for _, state in states(agent)):
-        assert kvctl("agent", "unload", "m", "--previous", socket=agent.socket, state=tmp_path)[0] == 0
-    eventually(lambda: agent.used() == one, "one generation is left")
-    eventually(lambda: len(list(descriptors.iterdir())) <= idle, "no descriptor leaked")
-    assert agent.ls("m")[0]["generation"] == 51
+def test_fifty_swaps_with_readers_and_agents_killed_at_random(place: Path, tmp_path: Path) -> None:
+    counts = Marathon(place, tmp_path, seed=6).run(50)
+    assert (counts.swaps, counts.reads) == (50, 150)
+    assert counts.readers_killed > 0
+    assert counts.agents_killed > 0
