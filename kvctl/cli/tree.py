@@ -62,6 +62,7 @@ TREE: Final = (
                     Leaf("rm", "Remove models; gc frees their chunks later.", f"{_COMMANDS}.models:rm"),
                 ),
             ),
+            Leaf("swap", "Swap the weights of a running engine or a slot, verified.", f"{_COMMANDS}.swap:command"),
             Branch(
                 "checkpoint",
                 "Write live weights to a store at a pace nobody feels; restore them.",

@@ -85,6 +85,7 @@ class SwapRequest:
     """`weights`: an address as the engine's host understands it. `in_flight`: what becomes of running requests: 'drain'
     waits for them, at most `drain_seconds`, 'abort' ends them, 'keep' lets them go on with the new weights. `hold`:
     stop before requests come in again, until `finish` or `rollback` (or until `hold_seconds` have passed: rollback).
+    `check_only`: say whether they fit, and do nothing.
     `fail_at`: a step at which to fail on purpose, for rehearsals.
     """
 
@@ -96,12 +97,14 @@ class SwapRequest:
     hold: bool = False
     hold_seconds: float = 300.0
     fail_at: str = ""
+    check_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SwapResult:
-    """`state`: 'serving' or 'held'. `steps`: seconds of each, in order. `paused`: seconds in which no request ran.
-    `token`: lets requests through while held. `verified`: bytes whose digests were compared in the engine.
+    """`state`: 'serving', 'held' or 'fits' (only checked). `steps`: seconds of each, in order. `paused`: seconds
+    in which no request ran. `token`: lets requests through while held. `verified`: bytes whose digests
+    were compared in the engine.
     """
 
     state: str

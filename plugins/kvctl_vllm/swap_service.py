@@ -63,6 +63,13 @@ class SwapService:
         engine, steps = self._engine, _Steps(asked.fail_at)
         async with steps.step("check"):
             await engine.call("kvctl_swap", "check", address=asked.weights, repo=asked.repo)
+        if asked.check_only:
+            await engine.call("kvctl_swap", "done", keep=True)
+            said = await engine.call("kvctl_info")
+            return {
+                "state": "fits", "source": said["source"], "digest": said["digest"], "generation": said["generation"],
+                "steps": steps.seconds, "paused": 0.0, "verified": 0, "token": "",
+            }  # fmt: skip
         try:
             async with steps.step("stage"):
                 await self._stage()
@@ -137,7 +144,7 @@ class SwapService:
                     self.paused = True
                 await self._engine.call("kvctl_swap", "back")
                 await self._engine.reset(connector=True, running=True)
-            await self._engine.call("kvctl_swap", "done", keep=False)
+            await self._engine.call("kvctl_swap", "done", keep=not applied)  # what an earlier swap kept stays
             await self._engine.resume()
             self.paused = False
         except Exception as worse:
@@ -224,6 +231,7 @@ class _Asked:
     def __init__(self, body: dict[str, Any]) -> None:  # Any: JSON
         known = {
             *("weights", "repo", "in_flight", "drain_seconds", "keep_previous", "hold", "hold_seconds", "fail_at"),
+            "check_only",
         }
         if set(body) - known or not isinstance(body.get("weights"), str):
             raise UsageError(f"a swap takes {', '.join(sorted(known))}", cause=f"{sorted(body)}")
@@ -235,6 +243,7 @@ class _Asked:
         self.hold = bool(body.get("hold", False))
         self.hold_seconds = float(body.get("hold_seconds", 300.0))
         self.fail_at = str(body.get("fail_at", ""))
+        self.check_only = bool(body.get("check_only", False))
         if self.in_flight not in IN_FLIGHT:
             raise UsageError(f"in_flight {self.in_flight!r}", hint=f"one of {', '.join(IN_FLIGHT)}")
         if self.fail_at and self.fail_at not in STEPS:

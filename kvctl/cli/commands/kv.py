@@ -44,10 +44,12 @@ codec_option = option(
     help="How packs are stored: fp8 is lossy, and the manifest says so.",
 )
 label_option = option("--label", "labels", multiple=True, metavar="K=V", envvar=None, help="A label; repeat for more.")
+ENGINE = "engine:"
 PUSH_EXAMPLES = """\b
 Examples:
   kvctl kv push bundle:chat.safetensors alice/chat1 -r lab
   my-engine --dump-kv | kvctl kv push - alice/chat1 -r lab --tokens transcript.json
+  kvctl kv push --from engine:http://gpu1:8000 alice/system --prompt-file prompt.txt
 """
 PULL_EXAMPLES = """\b
 Examples:
@@ -55,12 +57,17 @@ Examples:
   kvctl kv pull lab:alice/chat1@3 --into bundle:chat.safetensors
   kvctl kv pull alice/chat1 --tokens now.json --min-tokens 12000 --into bundle:chat.safetensors
   kvctl kv pull alice/chat1 --tp-size 2 --tp-rank 1 --into bundle:rank1.safetensors
+  kvctl kv pull alice/chat1 --into engine:http://gpu9:8000 --min-tokens 12000
 """
 
 
 @click.command("push", cls=KvCommand, epilog=PUSH_EXAMPLES)
-@argument("source", "bundle:PATH, or - for a bundle on stdin.")
-@argument("session", "[REPO:]TENANT/NAME; kvctl numbers its generations.")
+@argument("source", "bundle:PATH, - for a bundle on stdin, or engine:URL (also as --from).", metavar="[SOURCE]")
+@argument("session", "[REPO:]TENANT/NAME; kvctl numbers its generations.", required=False, metavar="SESSION")
+@option("--from", "origin", metavar="SOURCE", envvar=None, help="The same as SOURCE, before the session's name.")
+@option("--prompt-file", metavar="FILE", envvar=None, section="Engines", help="Text whose KV an engine shall store.")
+@option("--request", metavar="ID", envvar=None, section="Engines",
+        help="A request of lately whose KV an engine shall store.")  # fmt: skip
 @tokens_option
 @option("--with-tokens", is_flag=True, default=False, envvar=None, help="Store the token ids too.")
 @codec_option
@@ -76,7 +83,10 @@ Examples:
 def push(
     *,
     source: str,
-    session: str,
+    session: str | None,
+    origin: str | None,
+    prompt_file: str | None,
+    request: str | None,
     tokens: str | None,
     with_tokens: bool,
     codec: str,
@@ -93,15 +103,29 @@ def push(
     again; an interrupted push is invisible, and running it again goes on.
     """
     app = current()
+    if origin is not None and session is None:
+        source, session = origin, source
+    if session is None:
+        raise UsageError("a push takes a source and a session", hint="kvctl kv push bundle:PATH TENANT/NAME")
+    transcript = read_tokens(tokens)
+    if source.startswith(ENGINE):
+        from kvctl.cli.commands.kv_engine import store_from_engine
+        from kvctl.kv.names import split_repo
+
+        with app.running() as ctx:
+            store_from_engine(
+                app, ctx, source.removeprefix(ENGINE), split_repo(session)[1], tokens=transcript,
+                prompt=prompt_file, request=request, with_tokens=with_tokens,
+            )  # fmt: skip
+        return
     where, address = session_place(app, session, S3Flags(**s3), kv_key_file)
     target = bundle_target(source, "SOURCE")
-    transcript = read_tokens(tokens)
 
     from kvctl.kv.bundle import read_bundle
     from kvctl.kv.push import PushSession, push_session
 
     with read_bundle(target) as bundle, app.running() as ctx:
-        request = PushSession(
+        wanted = PushSession(
             repo=where.stores,
             address=address,
             source=bundle.source(transcript),
@@ -117,17 +141,22 @@ def push(
         if dry_run:
             from kvctl.kv.planning import plan_push
 
-            plan = plan_push(request, ctx).to_json()
+            plan = plan_push(wanted, ctx).to_json()
             app.output.result(plan, lambda: render(plan))
             return
-        report = push_session(request, ctx)
+        report = push_session(wanted, ctx)
     report.source = report.source or source
     show_report(app, report)
 
 
 @click.command("pull", cls=KvCommand, epilog=PULL_EXAMPLES)
 @argument("session", SESSION)
-@option("--into", default="none", metavar="TARGET", help="none (measure, keep nothing), bundle:PATH, or - (stdout).")
+@option(
+    "--into",
+    default="none",
+    metavar="TARGET",
+    help="none (measure, keep nothing), bundle:PATH, - (stdout), or engine:URL.",
+)
 @tokens_option
 @option("--min-tokens", type=click.IntRange(min=0), default=0, envvar=None,
         help="End with 3, and deliver nothing, when fewer tokens are usable.")  # fmt: skip
@@ -174,6 +203,13 @@ def pull(
     app = current()
     flags = S3Flags(**s3)
     where, address = session_place(app, session, flags, kv_key_file)
+    if into.startswith(ENGINE):
+        from kvctl.cli.commands.kv_engine import warm_engine
+
+        with app.running() as ctx:
+            url = into.removeprefix(ENGINE)
+            warm_engine(app, ctx, url, where, address, read_tokens(tokens), min_tokens)
+        return
     target = None if into == "none" else bundle_target(into, "TARGET")
     if tp_size > 1 and tp_rank is None:
         raise UsageError(f"--tp-size {tp_size} needs --tp-rank", hint=f"ranks are 0 to {tp_size - 1}")

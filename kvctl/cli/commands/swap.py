@@ -1,0 +1,201 @@
+"""`kvctl swap TARGET WEIGHTS`: other weights in a slot of the agent, or in a running engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvctl.cli.app import App, S3Flags, current, model_address
+from kvctl.cli.commands.report import show_report
+from kvctl.cli.documents import render
+from kvctl.cli.lazy import KvCommand
+from kvctl.cli.options import Age, argument, dry_run_option, option, s3_options
+from kvctl.core.errors import SwapFailedError, UsageError
+
+if TYPE_CHECKING:
+    from kvctl.core.context import Context
+    from kvctl.engines.api import EngineAdapter, SwapRequest, SwapResult
+
+EXAMPLES = """\b
+Examples:
+  kvctl swap engine:http://gpu1:8000 lab:llama70b@7 --keep-previous --smoke ./smoke.sh -o json
+  kvctl swap engine:http://gpu1:8000 --rollback
+  kvctl swap slot:llama lab:llama70b@7
+"""
+_ENGINE = "Engines"
+
+
+@click.command("swap", cls=KvCommand, epilog=EXAMPLES)
+@argument("target", "engine:URL, or slot:NAME of the agent on this host.")
+@argument("address", "The new weights, see `kvctl help addresses`.", metavar="[WEIGHTS]", required=False)
+@option("--rollback", is_flag=True, default=False, envvar=None, help="Back to the weights that --keep-previous kept.")
+@option("--keep-previous", is_flag=True, default=False, envvar=None, help="Keep the old weights for --rollback.")
+@option("--evict-first", is_flag=True, default=False, envvar=None, section="Slots",
+        help="Free the old weights first, where both do not fit: a failure leaves nothing (12).")  # fmt: skip
+@option("--in-flight", type=click.Choice(("drain", "abort", "keep")), default="drain", envvar=None, section=_ENGINE,
+        help="Running requests: wait for them, end them, or let them go on with the new weights.")  # fmt: skip
+@option("--drain-timeout", type=Age(), default=60.0, show_default="60s", metavar="TIME", envvar=None, section=_ENGINE,
+        help="How long to wait for them; then the old weights serve on (11).")  # fmt: skip
+@option("--smoke", metavar="CMD", envvar=None, section=_ENGINE,
+        help="Run this before requests come in again; when it fails, the old weights serve (11).")  # fmt: skip
+@option("--smoke-timeout", type=Age(), default=120.0, show_default="2m", metavar="TIME", envvar=None, section=_ENGINE,
+        help="For the smoke test; longer is a failure.")  # fmt: skip
+@option("--fail-at", metavar="STEP", default="", envvar=None, section=_ENGINE,
+        help="Rehearse: fail at check, stage, pause, save, apply, apply-late, verify, reset or resume.")  # fmt: skip
+@dry_run_option
+@s3_options
+def command(
+    *,
+    target: str,
+    address: str | None,
+    rollback: bool,
+    keep_previous: bool,
+    evict_first: bool,
+    in_flight: str,
+    drain_timeout: float,
+    smoke: str | None,
+    smoke_timeout: float,
+    fail_at: str,
+    dry_run: bool,
+    **s3: Any,  # Any: as S3Flags takes them
+) -> None:
+    """Swap the weights that serve. What does not fit is refused before anything stops (8); what was swapped is
+    verified; whatever fails, the old weights serve on (11), or it says that nothing serves (12).
+
+    A smoke test gets KVCTL_ENGINE_URL, and KVCTL_ENGINE_PASS: the value of the header X-Kvctl-Pass, without which
+    requests wait in line until the swap is over.
+    """
+    from kvctl.core.addresses import parse_target
+
+    app = current()
+    where = parse_target(target)
+    if where.kind not in {"engine", "slot"}:
+        raise UsageError(f"{target!r} holds no weights to swap", hint="engine:URL or slot:NAME")
+    if rollback == (address is not None):
+        raise UsageError("say which weights, or --rollback", hint="kvctl swap engine:http://HOST:PORT lab:NAME@VERSION")
+    if where.kind == "slot":
+        if smoke or fail_at or dry_run:
+            raise UsageError("--smoke, --fail-at and --dry-run are for engines")
+        _slot(app, where.value, address, keep_previous=keep_previous, evict_first=evict_first, flags=S3Flags(**s3))
+        return
+    if evict_first:
+        raise UsageError("--evict-first is for slots: an engine keeps its memory")
+
+    from kvctl.engines.api import SwapRequest
+
+    wanted = None
+    if address is not None:
+        weights, repo = _as_seen_there(app, address, S3Flags(**s3))
+        wanted = SwapRequest(
+            weights=weights,
+            repo=repo,
+            in_flight=in_flight,
+            drain_seconds=drain_timeout,
+            keep_previous=keep_previous,
+            hold=smoke is not None,
+            hold_seconds=smoke_timeout + 30,
+            fail_at=fail_at,
+            check_only=dry_run,
+        )
+    with app.running() as ctx:
+        adapter = open_adapter(where.value, ctx)
+        try:
+            result = adapter.rollback() if wanted is None else _swap(adapter, wanted, smoke, smoke_timeout, where.value)
+        finally:
+            adapter.close()
+    document = _document(target, result)
+    app.output.result(document, lambda: render(document))
+
+
+def open_adapter(url: str, ctx: Context) -> EngineAdapter:
+    """The adapter of the engine at `url`; its API key comes from KVCTL_ENGINE_API_KEY."""
+    import os
+
+    from kvctl.engines.registry import open_engine
+
+    return open_engine(url, ctx, api_key=os.environ.get("KVCTL_ENGINE_API_KEY"))
+
+
+def _as_seen_there(app: App, address: str, flags: S3Flags) -> tuple[str, str | None]:
+    """(address, member stores of its repo) that need neither this directory nor this configuration."""
+    import os
+
+    from kvctl.cli.app import url_text
+
+    text, stores, version = model_address(app, address, flags)
+    if stores is None:
+        return (text if "://" in text else os.path.abspath(text)), None
+    return (f"{text}@{version}" if version else text), ",".join(url_text(store) for store in stores)
+
+
+def _swap(adapter: EngineAdapter, wanted: SwapRequest, smoke: str | None, seconds: float, url: str) -> SwapResult:
+    result = adapter.swap(wanted)
+    if result.state != "held":
+        return result
+    assert smoke is not None
+    try:
+        problem = _smoke(smoke, seconds, {"KVCTL_ENGINE_URL": url, "KVCTL_ENGINE_PASS": result.token})
+    except BaseException:
+        adapter.rollback()
+        raise
+    if problem:
+        adapter.rollback()
+        raise SwapFailedError(
+            "the smoke test failed, and the old weights serve", cause=problem, details={"weights": wanted.weights}
+        )
+    return adapter.finish()
+
+
+def _smoke(command: str, seconds: float, environ: dict[str, str]) -> str:
+    """Why it failed; '' when it did not. What it prints goes to stderr."""
+    import os
+    import shlex
+    import subprocess
+    import sys
+
+    try:
+        done = subprocess.run(
+            shlex.split(command),
+            env={**os.environ, **environ},
+            stdout=sys.stderr,
+            timeout=seconds,
+            check=False,
+        )
+    except OSError as error:
+        return f"{command}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"{command} took longer than {seconds:g} s"
+    return f"{command} ended with {done.returncode}" if done.returncode else ""
+
+
+def _document(target: str, result: SwapResult) -> dict[str, Any]:  # Any: JSON
+    return {
+        "schema": "kvctl.swap/1",
+        "target": target,
+        "state": result.state,
+        "source": result.source,
+        "digest": result.digest,
+        "generation": result.generation,
+        "paused_s": result.paused,
+        "verified_bytes": result.verified,
+        "steps": {f"{name}_s": seconds for name, seconds in result.steps.items()},
+        "notes": list(result.notes),
+    }
+
+
+def _slot(app: App, slot: str, address: str | None, *, keep_previous: bool, evict_first: bool, flags: S3Flags) -> None:
+    from kvctl.agent.load import rollback_slot, swap_slot
+    from kvctl.agent.target import SlotOptions
+    from kvctl.weights.request import LoadRequest
+
+    if address is None:
+        document = {"schema": "kvctl.swap/1", "target": f"slot:{slot}", **rollback_slot(slot)}
+        app.output.result(document, lambda: render(document))
+        return
+    text, repo, version = model_address(app, address, flags)
+    request = LoadRequest(address=text, repo=repo, version=version)
+    options = SlotOptions(keep_previous=keep_previous, evict_first=evict_first)
+    with app.running() as ctx:
+        report = swap_slot(slot, request, ctx, options=options)
+    show_report(app, report)
