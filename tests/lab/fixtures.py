@@ -14,7 +14,9 @@ from scripts.rdma_lab.guests import Guests
 from scripts.rdma_lab.places import MISSING, Lab, LabError
 from scripts.rdma_lab.prepare import boot, prepare
 
-__all__ = ["inside", "lab", "pair", "run_inside", "start_guests"]
+__all__ = ["figure", "inside", "lab", "pair", "run_inside", "start_guests"]
+
+Figure = Callable[[str, object], None]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,12 @@ def lab() -> Lab:
             raise
         pytest.skip(f"no RDMA lab: {problem}; `scripts/rdma-lab prepare` makes it")
     return ready
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Figure:
+    """`figure(what, value)`: for the list of what was measured, at the end of the run."""
+    return lambda what, value: record_property(what, str(value))
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +65,7 @@ def pair(lab: Lab, inside: dict[str, str]) -> Iterator[Guests]:
 
 
 @pytest.fixture
-def run_inside(start_guests: Callable[..., Guests]) -> Callable[..., str]:
+def run_inside(start_guests: Callable[..., Guests], figure: Figure) -> Callable[..., str]:
     """`run_inside(file, seconds)`: a file of tests in a guest of its own, which talks to itself; all must pass there,
     none may be skipped. Gives what pytest printed.
     """
@@ -70,7 +78,7 @@ def run_inside(start_guests: Callable[..., Guests]) -> Callable[..., str]:
         last = done.out.strip().splitlines()[-1]
         assert "passed" in last
         assert "skipped" not in last, said[-6000:]
-        print(file, last)
+        figure(f"{file} in a guest", last)
         return done.out
 
     return run

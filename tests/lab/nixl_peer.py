@@ -45,7 +45,7 @@ def source(known: argparse.Namespace) -> None:
 
 
 def sink(known: argparse.Namespace) -> None:
-    config = StoreConfig(known.url, (), {"key_file": known.key, "timeout": "5"})
+    config = StoreConfig(known.url, (), {"key_file": known.key, "timeout": "20"})
     buffer = HostBuffer(known.size)
     store = PeerStore(config)
     said: dict[str, object] = {"rounds": 0, "error": None}

@@ -14,7 +14,7 @@ import pytest
 from kvctl.testing.models import LlamaShape, write_llama
 from scripts.rdma_lab.guests import Done, Guests, Job
 from scripts.rdma_lab.places import Lab
-from tests.lab.fixtures import ROOT
+from tests.lab.fixtures import ROOT, Figure
 from tests.lab.fleet import STALL, STORAGE, Fleet
 
 SHAPE = LlamaShape(layers=1, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
@@ -69,7 +69,6 @@ def _arrived(fleet: Fleet, done: Done, folder: str) -> dict[str, Any]:
 
 def _failed_clearly(done: Done) -> dict[str, Any]:
     error: dict[str, Any] = json.loads(done.err.strip().splitlines()[-1])["error"]
-    print(error)
     assert (done.code, error["exit_code"]) == (TRANSIENT, TRANSIENT)
     assert "10.9.2.1" in f"{error['what']} {error['cause']}", "which node"
     assert "Traceback" not in done.err
@@ -81,39 +80,41 @@ def _lose(fleet: Fleet, percent: float) -> None:
         fleet.guests[name].lose(percent)
 
 
-def test_two_percent_loss_in_both_directions(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_two_percent_loss_in_both_directions(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     job = loading("dir:/tmp/lossy")
     _lose(fleet, 2)
     done = job.wait(LIMIT)
     _lose(fleet, 0)
     report = _arrived(fleet, done, "/tmp/lossy")
-    print("loss", report["seconds"], report["retries"])
+    figure("load-weights, loss: seconds, retries", (report["seconds"], report["retries"]))
 
 
-def test_a_cable_pulled_for_seconds(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_a_cable_pulled_for_seconds(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     job = loading("dir:/tmp/cable")
     _lose(fleet, 100)
     time.sleep(2)  # the fault itself
     _lose(fleet, 0)
     report = _arrived(fleet, job.wait(LIMIT), "/tmp/cable")
-    print("cable", report["seconds"], report["retries"])
+    figure("load-weights, cable: seconds, retries", (report["seconds"], report["retries"]))
 
 
-def test_a_node_killed_has_a_replica(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_a_node_killed_has_a_replica(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     job = loading("dir:/tmp/killed")
     fleet.jobs[1].kill()
     report = _arrived(fleet, job.wait(LIMIT), "/tmp/killed")
-    print("node killed", report["seconds"], report["retries"])
+    figure("load-weights, node killed: seconds, retries", (report["seconds"], report["retries"]))
     fleet.jobs[1] = fleet.serve(1)
     fleet.jobs[1].wait_for('"port"', 60)
 
 
-def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(
+    fleet: Fleet, loading: Callable[..., Job], figure: Figure
+) -> None:
     job = loading("none", stall=SOON)
     fleet.guests["client"].link(up=False)
     began = time.monotonic()
     done = job.wait(LIMIT)
-    print("link down", round(time.monotonic() - began, 1))
+    figure("load-weights, link down: seconds to the error", round(time.monotonic() - began, 1))
     _failed_clearly(done)
     fleet.kvctl(f"{LOAD} --into none", guest="other").wait(LIMIT).check()
     fleet.guests["client"].link(up=True)
@@ -121,22 +122,22 @@ def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(fleet: Fleet, lo
     fleet.kvctl(f"{LOAD} --into none").wait(LIMIT).check()
 
 
-def test_a_client_host_killed_leaves_nothing_behind(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_a_client_host_killed_leaves_nothing_behind(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     loading("none")
     fleet.guests["client"].kill()
     fleet.kvctl(f"{LOAD} --into none", guest="other").wait(LIMIT).check()
     deadline = time.monotonic() + LIMIT
     while (found := fleet.metrics())["kvctl_node_rdma_connections"]:
         assert time.monotonic() < deadline, found
-    print("client killed", found["kvctl_node_rdma_connections_dropped_total"], "connections dropped")
+    figure("client host killed: connections that the nodes ended", found["kvctl_node_rdma_connections_dropped_total"])
 
 
-def test_the_storage_host_killed_ends_the_load(fleet: Fleet, loading: Callable[..., Job]) -> None:
+def test_the_storage_host_killed_ends_the_load(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     job = loading("dir:/tmp/dead", guest="other", stall=SOON)
     fleet.guests[STORAGE].kill()
     began = time.monotonic()
     done = job.wait(LIMIT)
-    print("storage killed", round(time.monotonic() - began, 1))
+    figure("load-weights, storage host killed: seconds to the error", round(time.monotonic() - began, 1))
     _failed_clearly(done)
     # what is not whole is not there
     fleet.guests["other"].run("! test -e /tmp/dead").check()

@@ -15,7 +15,7 @@ from kvctl.kv.seams import LayerKv
 from kvctl.testing.models import LlamaShape, write_llama
 from scripts.rdma_lab.guests import Guests
 from scripts.rdma_lab.places import Lab
-from tests.lab.fixtures import ROOT
+from tests.lab.fixtures import ROOT, Figure
 from tests.lab.fleet import STORAGE, Fleet
 
 SHAPE = LlamaShape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
@@ -48,14 +48,14 @@ def _bundle(path: Path) -> None:
     write_bundle(str(path), meaning, TOKENS, layers, token_ids=tokens, producer={"model": "m", "engine": "test"})
 
 
-def test_weights_go_and_come_by_rdma_and_http_bodies_stay_empty(fleet: Fleet) -> None:
+def test_weights_go_and_come_by_rdma_and_http_bodies_stay_empty(fleet: Fleet, figure: Figure) -> None:
     before = fleet.counted()
     pushed = fleet.report("push-weights /lab/model m -r lab")
     there = fleet.counted()
     loaded = fleet.report("load-weights lab:m --into dir:/tmp/out --verify full --no-hedge")
     push, load = there.since(before), fleet.counted().since(there)
-    print("push-weights", pushed["written"], push)
-    print("load-weights", loaded["fetched"], load)
+    figure(f"push-weights, {pushed['written']} bytes", push)
+    figure(f"load-weights, {loaded['fetched']} bytes", load)
     for report in (pushed, loaded):
         assert [item["name"] for item in report["transport"]] == ["native-rdma"]
         assert all(path["bytes"] > 0 for path in report["paths"]), "every node had its share"
@@ -73,14 +73,14 @@ def test_weights_go_and_come_by_rdma_and_http_bodies_stay_empty(fleet: Fleet) ->
     assert load.packets >= load.rdma // PACKET
 
 
-def test_a_session_goes_and_comes_by_rdma(fleet: Fleet) -> None:
+def test_a_session_goes_and_comes_by_rdma(fleet: Fleet, figure: Figure) -> None:
     before = fleet.counted()
     pushed = fleet.report("kv push bundle:/lab/chat.safetensors alice/chat -r lab --with-tokens")
     there = fleet.counted()
     pulled = fleet.report("kv pull lab:alice/chat --into bundle:/tmp/chat.safetensors")
     push, pull = there.since(before), fleet.counted().since(there)
-    print("kv push", pushed["written"], push)
-    print("kv pull", pulled["fetched"], pull)
+    figure(f"kv push, {pushed['written']} bytes", push)
+    figure(f"kv pull, {pulled['fetched']} bytes", pull)
     for report in (pushed, pulled):
         assert [item["name"] for item in report["transport"]] == ["native-rdma"]
     assert pulled["verified"]["state"] != "none"
