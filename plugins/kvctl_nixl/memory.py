@@ -21,19 +21,19 @@ class Known:
     def __init__(self, device: Callable[[int], int] | None = None) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._buffers: dict[int, Buffer] = {}
+        self._places: dict[int, tuple[str, int, int]] = {}  # kind, address, length
         self._next = 0
         self._desks: list[Desk] = []
 
     def add(self, buffer: Buffer) -> Registered:
         with self._lock:
             self._next += 1
-            self._buffers[self._next] = buffer
+            self._places[self._next] = (buffer.kind, buffer.address, buffer.nbytes)
             return Registered(self, self._next)
 
     def drop(self, number: int) -> None:
         with self._lock:
-            self._buffers.pop(number, None)
+            self._places.pop(number, None)
             desks = list(self._desks)
         for desk in desks:
             desk.forget(number)
@@ -41,9 +41,9 @@ class Known:
     def covering(self, kind: str, start: int, end: int) -> tuple[int, int, int] | None:
         """(number, address, length) of a registered buffer that holds [start, end)."""
         with self._lock:
-            for number, buffer in self._buffers.items():
-                if buffer.kind == kind and buffer.address <= start and end <= buffer.address + buffer.nbytes:
-                    return number, buffer.address, buffer.nbytes
+            for number, (own, address, length) in self._places.items():
+                if own == kind and address <= start and end <= address + length:
+                    return number, address, length
         return None
 
     def device(self, kind: str, address: int) -> int:

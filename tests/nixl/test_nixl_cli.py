@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.testing.faulty_s3 import FaultyS3
+from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.models import write_llama
 from tests.cli.conftest import own_environment, program_in
 from tests.cli.program import Kvctl
@@ -63,6 +63,26 @@ def test_a_load_by_nixl_obj(kvctl: Kvctl, model: Path, server: FaultyS3) -> None
     traced = kvctl("load-weights", *source, "--transport", "nixl-obj", "-v")
     assert f"nixl-obj: read {server.endpoint} m/model-00001-of-00003.safetensors [" in traced.err
     assert server.secret_key not in traced.err + traced.out
+
+
+def test_a_load_whose_transfer_was_given_up_fails_and_ends(kvctl: Kvctl, model: Path, server: FaultyS3) -> None:
+    args = [
+        "load-weights",
+        "s3://bucket/m/",
+        "--endpoint-url",
+        server.endpoint,
+        "--transport",
+        "nixl-obj",
+        "-o",
+        "json",
+    ]
+    assert kvctl(*args).code == 0
+    headers = len(server.requests("GET", "*.safetensors")) - 3
+    server.clear()
+    server.add(Fault("slow", key="*.safetensors", skip=headers, rate=2_000))
+    done = kvctl(*args, "--transport-opt", "deadline=1")
+    assert done.code == 6
+    assert "given up in flight after 1 s" in done.error["what"]
 
 
 def test_an_engine_that_is_not_here_is_ten_with_what_to_install(kvctl: Kvctl, server: FaultyS3) -> None:

@@ -34,6 +34,7 @@ from kvctl.testing.seaweed import free_ports
 from kvctl.testing.transport_contract import drive
 from kvctl.transports.api import Completion, Op, Status
 from kvctl_nixl import ucx
+from kvctl_nixl.peer import frames
 from kvctl_nixl.peer.source import Source
 from kvctl_nixl.peer.store import PeerStore
 from kvctl_nixl.quarantine import QUARANTINE
@@ -154,6 +155,15 @@ def test_registered_memory_is_registered_once(mode: str) -> None:
         assert transport._session is not None
         assert transport._session.desk.generation == 1
         registration.close()
+
+
+def test_memory_told_of_with_a_question_that_fails_is_known_all_the_same() -> None:
+    with running() as child, reading(child.url, mode="push", threads="1") as (_, transport):
+        buffer = HostBuffer(SIZE)
+        transport.register(buffer)
+        done = drive(transport, [Op(1, "read", "no/such", 0, SIZE, buffer)])[1]
+        assert isinstance(done.error, NotFoundError)
+        assert one(transport, buffer).status is Status.DONE
 
 
 def test_long_ranges_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +371,18 @@ def test_noise_on_the_channel_ends_that_connection_only(noise: bytes) -> None:
                 while stranger.recv(65536):
                     pass
         assert store.stat("x").size == 100
+
+
+def test_a_reader_that_takes_no_answers_holds_up_nobody() -> None:
+    buffer = HostBuffer(SIZE)
+    with Source() as source, reading(source.url) as (_, transport):
+        source.publish("x", buffer)
+        with socket.create_connection((source.host, source.port), timeout=_SECONDS) as deaf:
+            frames.greet_source(deaf, b"", lambda: ("", b""))
+            for number in range(5):
+                frames.send(deaf, {"id": number, "do": "get", "name": "x", "offset": 0, "length": SIZE})
+            assert read_one(transport, "x", 0, SIZE)[0] == bytes(SIZE)
+            assert read_one(transport, "x", 0, SIZE)[0] == bytes(SIZE)
 
 
 def test_more_readers_than_allowed_are_turned_away() -> None:

@@ -49,10 +49,14 @@ class Greeting:
     metadata: bytes
 
 
+def pack(header: Header, blob: bytes = b"") -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return _LENGTHS.pack(len(text), len(blob)) + text + blob
+
+
 def send(connection: socket.socket, header: Header, blob: bytes = b"") -> None:
     """Raises OSError."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    connection.sendall(_LENGTHS.pack(len(text), len(blob)) + text + blob)
+    connection.sendall(pack(header, blob))
 
 
 def receive(

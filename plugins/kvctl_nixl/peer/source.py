@@ -33,6 +33,7 @@ from kvctl_nixl.quarantine import QUARANTINE
 _GREETING_SECONDS: Final = 10.0
 _SEND_SECONDS: Final = 30.0
 _PAGE: Final = 1000
+_MOST_PUSHES: Final = 256  # of one sink
 _BUSY: Final = (0.00005, 0.001)  # seconds between two looks at transfers in flight: from, to
 _IDLE: Final = 0.001  # with sinks connected, which may read
 _READING: Final = 1.0  # seconds after a question of a sink that reads in which it is driven without pause
@@ -43,7 +44,6 @@ class _Push:
     sink: _Sink
     id: int
     header: Header
-    metadata: bytes
     entry: Entry
     transfer: Transfer | None = None
 
@@ -59,15 +59,32 @@ class _Sink:
     known: int = -1  # generation of our metadata that it has
 
     def answer(self, header: Header, blob: bytes = b"") -> None:
-        """A sink that takes no answer is gone."""
+        """From its own thread, which may wait for it. A sink that takes no answer is gone."""
         with self.sending:
             try:
                 if not self.gone:
                     frames.send(self.connection, header, blob)
             except OSError:
-                self.gone = True
-                with contextlib.suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)
+                self.drop()
+
+    def try_answer(self, header: Header) -> bool:
+        """From the mover, which waits for nobody: False when its own thread is sending, and to be tried again."""
+        if not self.sending.acquire(blocking=False):
+            return self.gone
+        try:
+            data = frames.pack(header)
+            if not self.gone and self.connection.send(data, socket.MSG_DONTWAIT) != len(data):
+                self.drop()  # it has let hundreds of answers lie
+        except OSError:
+            self.drop()
+        finally:
+            self.sending.release()
+        return True
+
+    def drop(self) -> None:
+        self.gone = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class Source:
@@ -98,6 +115,7 @@ class Source:
         self._inbox: queue.SimpleQueue[_Push] = queue.SimpleQueue()
         self._active: list[_Push] = []
         self._active_lock = threading.Condition()
+        self._unsent: list[tuple[_Sink, Header]] = []  # the mover's
         self._reading = 0.0
         self._closing = threading.Event()
         self._work = threading.Event()
@@ -182,11 +200,8 @@ class Source:
         with self._sinks_lock:
             sinks = list(self._sinks)
         for sink in sinks:
-            if self._serves(sink):
-                continue  # as long as its memory may be written to, the channel must not look closed
-            sink.gone = True
-            with contextlib.suppress(OSError):
-                sink.connection.shutdown(socket.SHUT_RDWR)
+            if not self._serves(sink):  # as long as its memory may be written to, the channel must not look closed
+                sink.drop()
         with self._agent_lock:
             if self._agent.running:
                 self._agent.abandon()
@@ -263,15 +278,20 @@ class Source:
 
     def _answer(self, sink: _Sink, header: Header, blob: bytes) -> None:
         number = frames.field(header, "id", int)
+        if blob:
+            # whatever comes of the question: later ones count on it
+            with self._agent_lock:
+                if not sink.agent or self._agent.add_peer(blob) != sink.agent:
+                    raise ProtocolError("metadata of another agent")
         try:
-            answer, body = self._do(sink, number, header, blob)
+            answer, body = self._do(sink, number, header)
         except KvctlError as error:
             sink.answer({"id": number, **_told(error)})
         else:
             if answer is not None:
                 sink.answer({"id": number, **answer}, body)
 
-    def _do(self, sink: _Sink, number: int, header: Header, blob: bytes) -> tuple[Header | None, bytes]:
+    def _do(self, sink: _Sink, number: int, header: Header) -> tuple[Header | None, bytes]:
         what = frames.field(header, "do", str)
         if what == "list":
             page = self._table.page(frames.field(header, "prefix", str), frames.field(header, "after", str), _PAGE)
@@ -305,8 +325,10 @@ class Source:
             frames.field(header, "address", int)
             if not sink.agent or not length:
                 raise UsageError(f"{name}: nothing to write, or no agent to write to")
-            push = _Push(sink, number, header, blob, entry)
+            push = _Push(sink, number, header, entry)
             with self._active_lock:
+                if sum(other.sink is sink for other in self._active) >= _MOST_PUSHES:
+                    raise UsageError(f"more than {_MOST_PUSHES} writes at once")
                 self._active.append(push)
             self._inbox.put(push)
             self._work.set()
@@ -321,14 +343,15 @@ class Source:
         while True:
             if self._closing.is_set():
                 give_up = give_up or time.monotonic() + 5
-                if not self._active or time.monotonic() > give_up:
+                if not (self._active or self._unsent) or time.monotonic() > give_up:
                     return
             started = self._start_pushes()
             ended = self._look()
+            self._unsent = [(sink, answer) for sink, answer in self._unsent if not sink.try_answer(answer)]
             now = time.monotonic()
             if started or ended:
                 pause = _BUSY[0]
-            if self._active or now - self._reading < _READING:
+            if self._active or self._unsent or now - self._reading < _READING:
                 time.sleep(pause)
                 pause = min(pause * 2, _BUSY[1])
             elif self._sinks:
@@ -353,8 +376,6 @@ class Source:
                 with self._agent_lock:
                     if push.sink.gone:
                         raise NixlError("its reader has gone")
-                    if push.metadata and self._agent.add_peer(push.metadata) != push.sink.agent:
-                        raise NixlError("metadata of another agent")
                     push.transfer = self._agent.start(
                         "WRITE", (KINDS[push.entry.buffer.kind], local), ("DRAM", remote), push.sink.agent
                     )
@@ -393,7 +414,7 @@ class Source:
         with self._active_lock:
             self._active.remove(push)
             self._active_lock.notify_all()
-        push.sink.answer({"id": push.id, **answer})
+        self._unsent.append((push.sink, {"id": push.id, **answer}))
 
 
 def _told(error: KvctlError) -> Header:
