@@ -34,6 +34,7 @@ from kvctl.testing.buffers import GUARD, GuardedBuffer
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Op, Status, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
+from kvctl_verbs.landing import Port
 from tests.verbs.stranger_client import Stranger
 
 IP = os.environ["LAB_ADDRESS"]
@@ -295,6 +296,27 @@ def test_after_the_deadline_a_late_server_finds_no_way_in(serve: Callable[..., S
     buffer.check()
     registration.close()
     transport.close()
+    buffer.close()
+
+
+def test_a_queue_pair_that_cannot_be_ended_leaves_the_outcome_unknown(
+    serve: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = connect(serve("late", timeout="1"))
+    assert transport.capabilities.one_sided
+    buffer = GuardedBuffer(MIB)
+
+    def fail(_: Port) -> None:
+        raise OSError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Port, "sever", fail)
+        status, error = one(transport, Op(1, "read", "k", 0, MIB, buffer, 0, None, len(DATA)))
+    assert status is Status.UNKNOWN
+    assert isinstance(error, TransientError)
+    assert error.cause == "no such luck"
+    transport.close()  # ends them all, and with them the doubt
+    buffer.check()
     buffer.close()
 
 
