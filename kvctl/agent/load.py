@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvctl.agent.client import AgentClient
+from kvctl.agent.driving import Driver
 from kvctl.agent.target import SlotOptions, SlotTarget
 from kvctl.core.context import Context
-from kvctl.core.errors import InterruptedRunError, KvctlError, NothingServesError, SwapFailedError
+from kvctl.core.errors import InterruptedRunError, KvctlError, NothingServesError, PartialError, SwapFailedError
 from kvctl.transfer.report import Report
 from kvctl.weights.load import load_into
 from kvctl.weights.request import LoadRequest
@@ -63,6 +64,8 @@ def swap_slot(
         report = _load(replace(request, into=f"slot:{slot}"), target, peers, ctx)
     except KvctlError as error:
         serves = _serves(slot, socket)
+        if isinstance(error, (NothingServesError, PartialError)):
+            raise  # the engines say it better
         began = bool(target.ident) and not isinstance(error, InterruptedRunError)
         if began or (target.options.evict_first and not serves):
             raise _failed(slot, error, serves=serves) from error
@@ -71,10 +74,24 @@ def swap_slot(
     return report
 
 
-def rollback_slot(slot: str, *, socket: str | None = None) -> dict[str, object]:
-    """The kept generation serves again; the one that served is kept in its place. Raises NotFoundError."""
+def rollback_slot(slot: str, *, driver: Driver | None = None, socket: str | None = None) -> dict[str, object]:
+    """The kept generation serves again; the one that served is kept in its place. `driver`: engines that take it first.
+    Raises NotFoundError, SwapFailedError.
+    """
     with AgentClient(socket, label="swap --rollback") as client:
-        return client.call("rollback", slot=slot)
+        if driver is not None:
+            kept = [item["ident"] for item in client.call("ls", slot=slot)["slots"] if item["state"] == "previous"]
+            if kept:
+                driver.prepare(slot, kept[0])
+        try:
+            found = client.call("rollback", slot=slot)
+        except BaseException:
+            if driver is not None:
+                driver.undo()
+            raise
+        if driver is not None:
+            driver.finish()
+        return found
 
 
 def _serves(slot: str, socket: str | None) -> bool:

@@ -8,11 +8,12 @@ it serve. A load that dies before is freed with its connection.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvctl.agent.client import AgentClient, OpenedSlot
+from kvctl.agent.driving import Driver
 from kvctl.agent.memory import MemfdBuffer
 from kvctl.agent.slots import HAVE, HAVE_ENTRY, check_name, check_same_shape
 from kvctl.core.errors import UsageError
@@ -25,9 +26,9 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class SlotOptions:
-    """`swap`: replace what the slot serves, by weights of the same names, dtypes and shapes. `before_flip` is called
-    with the new generation's name when it is complete and sealed, and does not serve yet. `runs`: how many runs the
-    load has, where peers want to know which have landed.
+    """`swap`: replace what the slot serves, by weights of the same names, dtypes and shapes. `driver`: what else has to
+    take the new generation, when it is complete and sealed, before it serves. `runs`: how many runs the load has, where
+    peers want to know which have landed.
     """
 
     swap: bool = False
@@ -36,7 +37,7 @@ class SlotOptions:
     evict: bool = False
     source: str = ""
     runs: int = 0
-    before_flip: Callable[[str], None] | None = None
+    driver: Driver | None = None
 
 
 class SlotTarget:
@@ -130,9 +131,17 @@ class SlotTarget:
         for buffer in self._buffers:
             buffer.unmap()
         self._client.call("stage", ident=self.ident)
-        if self.options.before_flip is not None:
-            self.options.before_flip(self.ident)
-        self.document = self._client.call("commit", ident=self.ident, keep_previous=self.options.keep_previous)
+        driver = self.options.driver
+        if driver is not None:
+            driver.prepare(self.slot, self.ident)
+        try:
+            self.document = self._client.call("commit", ident=self.ident, keep_previous=self.options.keep_previous)
+        except BaseException:
+            if driver is not None:
+                driver.undo()
+            raise
+        if driver is not None:
+            driver.finish()
 
     def close(self, error: BaseException | None) -> None:
         self.landings = None

@@ -112,12 +112,19 @@ def test_the_new_generation_can_be_read_by_name_before_it_serves_and_an_engine_m
     load(agent, tmp_path / "1")
     seen: list[bool] = []
 
-    def drive(ident: str) -> None:
-        seen.append(same_files(read_slot(agent, "m", ident), new) and same_files(read_slot(agent, "m"), old))
-        raise EnvError("the engine did not take the weights")
+    class Refusing:
+        def prepare(self, slot: str, ident: str) -> None:
+            seen.append(same_files(read_slot(agent, slot, ident), new) and same_files(read_slot(agent, slot), old))
+            raise EnvError("the engine did not take the weights")
+
+        def finish(self) -> None:
+            raise AssertionError
+
+        def undo(self) -> None:
+            raise AssertionError
 
     with pytest.raises(SwapFailedError, match="the old weights serve: the engine did not take"):
-        swap(agent, tmp_path / "2", SlotOptions(before_flip=drive))
+        swap(agent, tmp_path / "2", SlotOptions(driver=Refusing()))
     assert seen == [True]
     eventually(lambda: states(agent) == [(1, "ready")], "the refused generation is freed")
 
