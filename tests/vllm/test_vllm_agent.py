@@ -16,7 +16,7 @@ import pytest
 from kvctl.agent.load import load_slot
 from kvctl.core.context import Context
 from kvctl.weights.request import LoadRequest
-from tests.agent.agents import AgentProcess, eventually
+from tests.agent.agents import AgentProcess, eventually, kvctl
 from tests.vllm import tiny
 from tests.vllm.engines import Engine
 
@@ -61,6 +61,48 @@ def test_a_killed_engine_comes_back_on_the_slots_weights_with_the_same_answers(
         assert plain.complete(PROMPT).tokens == answer
     finally:
         plain.stop()
+
+
+def test_a_slots_swap_drives_its_engine_along_under_load_and_back(
+    agent: AgentProcess, models: Callable[..., Path], launch: Callable[..., Engine], tmp_path: Path
+) -> None:
+    old, new = models(), models(seed=1)
+    load_slot(LoadRequest(str(old), into="slot:m"), Context(), socket=agent.socket)
+    engine = launch(old, source=f"slot://m?socket={agent.socket}")
+    stop = threading.Event()
+    answers: list[tuple[int, ...]] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(tuple(engine.complete(PROMPT).tokens))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        eventually(lambda: bool(answers), "the engine answers")
+        before = answers[0]
+        code, report, err = kvctl(
+            "swap", "slot:m", str(new), "--keep-previous", "--engine", engine.url, socket=agent.socket, state=tmp_path
+        )
+        assert code == 0, err
+        assert report["extra"]["slot"]["generation"] == 2
+        seen = len(answers)
+        eventually(lambda: len(answers) > seen + 1, "it answers after the swap")
+        after = answers[-1]
+        assert after != before
+        code, _, err = kvctl(
+            "swap", "slot:m", "--rollback", "--engine", engine.url, socket=agent.socket, state=tmp_path
+        )
+        assert code == 0, err
+        seen = len(answers)
+        eventually(lambda: len(answers) > seen + 1, "it answers after the rollback")
+        assert answers[-1] == before
+        assert set(answers) == {before, after}
+        assert [item["state"] for item in agent.ls("m")] == ["ready", "previous"]
+    finally:
+        stop.set()
+        asking.join()
+        engine.stop()
 
 
 def test_a_checkpoint_of_an_engine_under_load_restores_to_the_same_answers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from kvctl.cli.options import Age, argument, dry_run_option, option, s3_options
 from kvctl.core.errors import SwapFailedError, UsageError
 
 if TYPE_CHECKING:
+    from kvctl.agent.driving import EngineDriver
     from kvctl.core.context import Context
     from kvctl.engines.api import EngineAdapter, SwapRequest, SwapResult
 
@@ -22,6 +24,7 @@ Examples:
   kvctl swap engine:http://gpu1:8000 lab:llama70b@7 --keep-previous --smoke ./smoke.sh -o json
   kvctl swap engine:http://gpu1:8000 --rollback
   kvctl swap slot:llama lab:llama70b@7
+  kvctl swap slot:llama lab:llama70b@7 --engine http://127.0.0.1:8000 --keep-previous
 """
 _ENGINE = "Engines"
 
@@ -33,6 +36,8 @@ _ENGINE = "Engines"
 @option("--keep-previous", is_flag=True, default=False, envvar=None, help="Keep the old weights for --rollback.")
 @option("--evict-first", is_flag=True, default=False, envvar=None, section="Slots",
         help="Free the old weights first, where both do not fit: a failure leaves nothing (12).")  # fmt: skip
+@option("--engine", multiple=True, metavar="URL", envvar=None, section="Slots",
+        help="An engine that uses the slot takes them before the slot flips; repeat. All do, or none.")  # fmt: skip
 @option("--in-flight", type=click.Choice(("drain", "abort", "keep")), default="drain", envvar=None, section=_ENGINE,
         help="Running requests: wait for them, end them, or let them go on with the new weights.")  # fmt: skip
 @option("--drain-timeout", type=Age(), default=60.0, show_default="60s", metavar="TIME", envvar=None, section=_ENGINE,
@@ -52,6 +57,7 @@ def command(
     rollback: bool,
     keep_previous: bool,
     evict_first: bool,
+    engine: tuple[str, ...],
     in_flight: str,
     drain_timeout: float,
     smoke: str | None,
@@ -75,10 +81,13 @@ def command(
     if rollback == (address is not None):
         raise UsageError("say which weights, or --rollback", hint="kvctl swap engine:http://HOST:PORT lab:NAME@VERSION")
     if where.kind == "slot":
-        if smoke or fail_at or dry_run:
-            raise UsageError("--smoke, --fail-at and --dry-run are for engines")
-        _slot(app, where.value, address, keep_previous=keep_previous, evict_first=evict_first, flags=S3Flags(**s3))
+        if fail_at or dry_run or (smoke and not engine):
+            raise UsageError("--fail-at and --dry-run are for engines, --smoke too, or for --engine of a slot")
+        plan = _Slot(where.value, address, keep_previous, evict_first, engine, in_flight, drain_timeout)
+        _slot(app, plan, S3Flags(**s3), smoke, smoke_timeout)
         return
+    if engine:
+        raise UsageError("--engine is for slots", hint=f"{target} is an engine itself")
     if evict_first:
         raise UsageError("--evict-first is for slots: an engine keeps its memory")
 
@@ -184,18 +193,62 @@ def _document(target: str, result: SwapResult) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def _slot(app: App, slot: str, address: str | None, *, keep_previous: bool, evict_first: bool, flags: S3Flags) -> None:
+@dataclass(frozen=True)
+class _Slot:
+    """What is asked of a slot's swap. `engines`: by URL."""
+
+    name: str
+    address: str | None
+    keep_previous: bool
+    evict_first: bool
+    engines: tuple[str, ...]
+    in_flight: str
+    drain_seconds: float
+
+
+def _slot(app: App, plan: _Slot, flags: S3Flags, smoke: str | None, smoke_seconds: float) -> None:
     from kvctl.agent.load import rollback_slot, swap_slot
     from kvctl.agent.target import SlotOptions
     from kvctl.weights.request import LoadRequest
 
-    if address is None:
-        document = {"schema": "kvctl.swap/1", "target": f"slot:{slot}", **rollback_slot(slot)}
-        app.output.result(document, lambda: render(document))
-        return
-    text, repo, version = model_address(app, address, flags)
-    request = LoadRequest(address=text, repo=repo, version=version)
-    options = SlotOptions(keep_previous=keep_previous, evict_first=evict_first)
     with app.running() as ctx:
-        report = swap_slot(slot, request, ctx, options=options)
+        driver = _driver(plan, ctx, smoke, smoke_seconds) if plan.engines else None
+        if plan.address is None:
+            kept = rollback_slot(plan.name, driver=driver)
+            document = {"schema": "kvctl.swap/1", "target": f"slot:{plan.name}", **kept}
+            app.output.result(document, lambda: render(document))
+            return
+        text, repo, version = model_address(app, plan.address, flags)
+        request = LoadRequest(address=text, repo=repo, version=version)
+        options = SlotOptions(keep_previous=plan.keep_previous, evict_first=plan.evict_first, driver=driver)
+        report = swap_slot(plan.name, request, ctx, options=options)
+        if driver is not None:
+            report.extra["engines"] = {url: _document(url, result) for url, result in driver.results.items()}
     show_report(app, report)
+
+
+def _driver(plan: _Slot, ctx: Context, smoke: str | None, smoke_seconds: float) -> EngineDriver:
+    from kvctl.agent.driving import DriveOptions, EngineDriver
+    from kvctl.agent.settings import default_socket
+
+    def check() -> None:
+        for url, result in driver.results.items():
+            environ = {"KVCTL_ENGINE_URL": url, "KVCTL_ENGINE_PASS": result.token}
+            problem = _smoke(smoke or "", smoke_seconds, environ)
+            if problem:
+                raise SwapFailedError("the smoke test failed", cause=problem, details={"engine": url})
+
+    options = DriveOptions(
+        in_flight=plan.in_flight,
+        drain_seconds=plan.drain_seconds,
+        hold_seconds=len(plan.engines) * (smoke_seconds + plan.drain_seconds + 60),
+        keep_previous=plan.keep_previous,
+        smoke=check if smoke else None,
+    )
+    driver = EngineDriver(
+        [url.removeprefix("engine:") for url in plan.engines],
+        lambda url: open_adapter(url, ctx),
+        socket=default_socket(),
+        options=options,
+    )
+    return driver
