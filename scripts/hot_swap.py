@@ -32,12 +32,12 @@ def swap_often(adapter: EngineAdapter, pair: tuple[str, str], count: int, check:
         print(
             f"{number + 1:4}  {whole[-1]:6.2f} s, paused {done.paused:5.2f} s  [ms: {steps}]  {done.source}", flush=True
         )
-    middle, slowest = statistics.median(whole), max(whole)
+    middle, slowest, pause = statistics.median(whole), max(whole), statistics.median(paused)
     print(
-        f"{count} swaps: median {middle:.2f} s, slowest {slowest:.2f} s, paused {statistics.median(paused):.2f} s in the"
-        f" median; one after the other that is {DAY / middle:,.0f} a day"
+        f"{count} swaps: median {middle:.2f} s, slowest {slowest:.2f} s, paused {pause:.2f} s in the median; one"
+        f" after the other that is {DAY / middle:,.0f} a day"
     )
-    print(json.dumps({"swaps": count, "median_s": middle, "slowest_s": slowest, "paused_s": statistics.median(paused)}))
+    print(json.dumps({"swaps": count, "median_s": middle, "slowest_s": slowest, "paused_s": pause}))
 
 
 def running(url: str, first: str, second: str, count: str = "10") -> None:
