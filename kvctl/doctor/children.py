@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import IO, Final
 
-SECONDS: Final = 8.0
+SECONDS: Final = 8.0  # for one library or probe
+START: Final = 30.0  # for the interpreter
 
 _LOAD: Final = """
 import ctypes, json, os, sys
@@ -71,7 +74,9 @@ def transports(seconds: float = SECONDS) -> tuple[list[Mapping[str, object]], Ma
 def _lines(
     code: str, arguments: Sequence[str], seconds: float, broke: dict[str, str]
 ) -> Sequence[Mapping[str, object]]:
-    """The lines that a child says until it ends; what it was at when it crashed or was ended goes to `broke`."""
+    """The results that a child says until it ends; what it was at when it crashed, or said nothing for `seconds`, goes
+    to `broke`. Its start is given longer: that says nothing about a library.
+    """
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
     child = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -81,16 +86,35 @@ def _lines(
         env={**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "ERROR"},
         start_new_session=True,
     )
+    said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    reader = threading.Thread(target=_pump, args=(child.stdout, said), daemon=True)
+    reader.start()
+    results: list[Mapping[str, object]] = []
+    trying, wait, how = "", START, ""
     try:
-        out, _ = child.communicate(timeout=seconds)
-        how = f"its process ended with {child.returncode}"
-    except subprocess.TimeoutExpired:
+        while line := said.get(timeout=wait):
+            wait = seconds
+            told = json.loads(line)
+            if "try" in told:
+                trying = told["try"]
+            else:
+                results.append(told)
+                trying = ""
+    except queue.Empty:
+        how = f"no answer within {wait:g} s"
+    finally:
         child.kill()
-        out, _ = child.communicate()
-        how = f"no answer within {seconds:g} s"
-    said = [json.loads(line) for line in out.decode(errors="replace").splitlines()]
-    results = [line for line in said if "name" in line]
-    tried = [line["try"] for line in said if "try" in line]
-    if len(tried) > len(results):
-        broke[tried[-1]] = how
+        status = child.wait()
+        reader.join(seconds)
+    if trying:
+        broke[trying] = how or f"its process ended with {status}"
     return results
+
+
+def _pump(source: IO[bytes] | None, said: queue.SimpleQueue[bytes]) -> None:
+    """Lines as they come, and an empty one at the end."""
+    assert source is not None
+    with source:
+        for line in source:
+            said.put(line)
+    said.put(b"")

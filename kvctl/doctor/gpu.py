@@ -16,7 +16,7 @@ _DMABUF_KERNEL: Final = (5, 12)  # the first Linux whose RDMA core takes dma-buf
 
 
 def probes(machine: Machine) -> list[Probe]:
-    return [Probe(AREA, "GPU", lambda: list(gpu(machine)), 30.0)]
+    return [Probe(AREA, "GPU", lambda: list(gpu(machine)), 90.0)]
 
 
 def gpu(machine: Machine) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ _FROM: Final = {
 
 
 def probes() -> list[Probe]:
-    return [Probe(AREA, "plug-ins", lambda: list(plugins(installed())), 60.0)]
+    return [Probe(AREA, "plug-ins", lambda: list(plugins(installed())), 120.0)]
 
 
 def installed() -> list[Distribution]:

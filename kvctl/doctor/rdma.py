@@ -23,7 +23,7 @@ def probes(machine: Machine) -> list[Probe]:
     return [
         Probe(AREA, "devices", lambda: list(devices(machine))),
         Probe(AREA, "memlock", lambda: [memlock(machine)]),
-        Probe(AREA, "libraries", lambda: list(libraries()), 30.0),
+        Probe(AREA, "libraries", lambda: list(libraries()), 60.0),
         Probe(AREA, "pyverbs", lambda: [pyverbs()]),
     ]
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from kvctl.core.addresses import StoreConfig
-from kvctl.core.errors import AuthError, KvctlError, NotFoundError
+from kvctl.core.errors import AuthError, KvctlError, MemberDownError, NotFoundError, ThrottledError
 from kvctl.core.units import GIB, format_seconds, format_size
 from kvctl.doctor.findings import Finding, Machine, Probe, State
 from kvctl.transports.api import Store
@@ -100,8 +100,12 @@ def _skew(name: str, skew: float, trip: float) -> Finding:
 
 
 def _failed(name: str, error: KvctlError) -> Finding:
-    value = "refuses the credentials" if isinstance(error, AuthError) else "does not answer as it should"
-    if error.exit_code == 6:
+    value = "does not answer as it should"
+    if isinstance(error, AuthError):
+        value = "refuses the credentials"
+    elif isinstance(error, ThrottledError):
+        value = "is overloaded"
+    elif isinstance(error, MemberDownError):
         value = "cannot be reached"
     return Finding(AREA, name, "broken", value, str(error), error.hint or "check the address and the server")
 

@@ -15,7 +15,7 @@ AREA: Final = "transports"
 def probes() -> list[Probe]:
     return [
         Probe(AREA, "plug-ins", lambda: list(broken())),
-        Probe(AREA, "probes", lambda: list(transports()), 2 * children.SECONDS),
+        Probe(AREA, "probes", lambda: list(transports()), children.START + 4 * children.SECONDS),
     ]
 
 

@@ -73,11 +73,20 @@ def test_each_endpoint_of_a_store_is_looked_at(tmp_path: Path) -> None:
     assert broken.fix
 
 
-def test_a_server_that_refuses_the_credentials() -> None:
+@pytest.mark.parametrize(
+    ("status", "code", "value"),
+    [
+        (403, "AccessDenied", "refuses the credentials"),
+        (503, "SlowDown", "is overloaded"),
+        (500, "InternalError", "does not answer as it should"),
+    ],
+)
+def test_a_server_that_refuses_is_broken_in_its_own_words(status: int, code: str, value: str) -> None:
     with FaultyS3() as server:
-        server.add(Fault("status", methods=("GET", "HEAD"), status=403))
+        server.add(Fault("status", methods=("GET", "HEAD"), status=status, code=code))
         (line,) = found(server.store("pre")).values()
-    assert (line.state, line.value) == ("broken", "refuses the credentials")
+    assert (line.state, line.value) == ("broken", value)
+    assert code in line.why
 
 
 def test_a_place_without_a_repo_is_degraded() -> None:

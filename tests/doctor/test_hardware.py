@@ -148,13 +148,22 @@ def test_nixl_plugins_are_loaded_and_what_is_missing_is_named() -> None:
 def test_a_library_that_is_missing_crashes_or_hangs_is_named(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck.so"
     os.mkfifo(stuck)  # the linker waits for a writer, for ever
-    found = loads(("libc.so.6", "libno-such.so.9", str(stuck), "libm.so.6"), seconds=6.0)
+    found = loads(("libc.so.6", "libno-such.so.9", str(stuck), "libm.so.6"), seconds=4.0)
     assert found["libc.so.6"] == found["libm.so.6"] == ""
     assert "cannot open shared object" in found["libno-such.so.9"]
-    assert found[str(stuck)] == "no answer within 6 s"
+    assert found[str(stuck)] == "no answer within 4 s"
 
 
 def test_no_child_at_all_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = loads(("libc.so.6",))
     assert "could not be tried" in found["libc.so.6"]
+
+
+def test_a_library_that_kills_its_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvctl.doctor import children
+
+    deadly = children._LOAD.replace("ctypes.CDLL(name)", "os.abort() if name == 'bad' else ctypes.CDLL(name)")
+    monkeypatch.setattr(children, "_LOAD", deadly)
+    found = loads(("libc.so.6", "bad", "libm.so.6"))
+    assert (found["libc.so.6"], found["bad"], found["libm.so.6"]) == ("", "its process ended with -6", "")
