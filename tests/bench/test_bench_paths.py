@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,15 @@ def test_more_at_once_than_a_transport_does_is_said() -> None:
     (store,) = bench_paths([("box", parse_store("mem://many"))], options, Context()).stores
     assert "mem works on 4 requests at once; further ones waited" in store.notes
     assert {cell.requests for cell in store.cells} == {16}
+
+
+def test_a_direct_path_is_held_to_a_direct_ceiling(tmp_path: Path) -> None:
+    options = replace(SHORT, seconds=0.0, transport="file", transport_options={"direct": "true"})
+    (store,) = bench_paths([("files", parse_store(str(tmp_path)))], options, Context()).stores
+    if store.failed:
+        pytest.skip(f"no O_DIRECT on {tmp_path}: set --basetemp to a disk ({store.failed[0]['error']})")
+    assert store.ceiling.startswith("preadv with O_DIRECT")
+    assert {cell.path for cell in store.cells} == {"ceiling", "file"}
 
 
 def test_threads_follow_the_concurrency(tmp_path: Path) -> None:

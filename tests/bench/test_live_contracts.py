@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,10 @@ from kvctl.core.addresses import parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import EnvError, IntegrityError, InterruptedRunError
 from kvctl.testing.nodes import NodeProcess
+from kvctl.testing.store_contract import StoreContract
+from kvctl.testing.transport_contract import TransportContract
 from kvctl.transports import registry
+from kvctl.transports.api import Capabilities, StoreCapabilities
 from tests.cli.program import Kvctl
 
 LIAR = """
@@ -170,3 +174,17 @@ def test_an_interrupted_check_leaves_nothing_behind(tmp_path: Path) -> None:
         check_contracts(parse_store(str(place)), ctx)
     watcher.join()
     assert list(place.iterdir()) == []
+
+
+def test_every_flag_has_its_checks_or_cannot_be_seen_from_outside() -> None:
+    unseen = {"max_in_flight", "durable", "zero_copy"}
+    for kind, contract, claims in (
+        ("store", StoreContract, StoreCapabilities),
+        ("transport", TransportContract, Capabilities),
+    ):
+        assert {field.name for field in dataclasses.fields(claims)} == set(contracts.FLAGS[kind]) | (
+            unseen if kind == "transport" else set()
+        )
+        names = {name.removeprefix("test_").replace("_", " ") for name in dir(contract) if name.startswith("test_")}
+        for flag, checks in contracts.FLAGS[kind].items():
+            assert set(checks) <= names, flag
