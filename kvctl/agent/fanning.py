@@ -36,9 +36,9 @@ from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, scatter
 from kvctl.weights.targets import Landing, opened
 
-BATCH: Final = 8  # runs of our share that are read before we look again who is alive
+BATCH: Final = 16  # runs of our share that are read before we look again who is alive
 PATIENCE: Final = 20.0  # seconds that a peer may take to begin
-STALL: Final = 10.0  # seconds without a byte from a peer
+STALL: Final = 60.0  # seconds for a range of a peer; one that sends no byte at all is noticed after five
 
 
 def load_with_peers(
@@ -120,8 +120,9 @@ class _Fan:
         self.peer_bytes: dict[str, int] = {}
         self.source_bytes = 0
         self.verified_bytes = 0
-        self.over = False
+        self._ended = threading.Event()
         self._free = bytearray(b"\1" * len(plan.runs))
+        self._share: list[int] | None = None  # ours that may still be free, last first; None: to be made again
         self._left = len(plan.runs)
         self._dead: dict[str, str] = {}
         self._lost: dict[str, str] = {}
@@ -153,23 +154,28 @@ class _Fan:
                 )
         return found
 
+    @property
+    def over(self) -> bool:
+        return self._ended.is_set()
+
     # -- what peers call -----------------------------------------------------------------------------------
 
-    def missing(self) -> bytearray:
+    def claim(self, peer: str, has: bytearray, most: int) -> list[int]:
+        preference = self.assignment.preference(peer)
         with self._cv:
-            return bytearray(self._free)
-
-    def claim(self, peer: str, runs: Sequence[int], most: int) -> list[int]:
-        with self._cv:
-            free = [run for run in runs if self._free[run]]
-            chosen = self.assignment.first_choice(peer, free)[:most]
-            for run in chosen:
-                self._free[run] = 0
+            chosen: list[int] = []
+            for run in preference:
+                if has[run] and self._free[run]:
+                    self._free[run] = 0
+                    chosen.append(run)
+                    if len(chosen) == most:
+                        break
         return chosen
 
     def give_back(self, run: int) -> None:
         with self._cv:
             self._free[run] = 1
+            self._share = None
             self._cv.notify_all()
 
     def landed(self, run: int, peer: str, nbytes: int, checksum: int) -> None:
@@ -184,6 +190,7 @@ class _Fan:
     def alive(self, peer: str) -> None:
         with self._cv:
             if self._dead.pop(peer, None) is not None:
+                self._share = None
                 self._cv.notify_all()
 
     def dead(self, peer: str, why: str) -> None:
@@ -191,6 +198,7 @@ class _Fan:
             if peer in self._dead:
                 return
             self._dead[peer] = self._lost[peer] = why
+            self._share = None
             self._cv.notify_all()
         self.ctx.progress.note(f"peer {peer}: {why}; others take its share")
 
@@ -200,9 +208,7 @@ class _Fan:
             self._cv.notify_all()
 
     def wait(self, seconds: float) -> None:
-        with self._cv:
-            if not self.over:
-                self._cv.wait(seconds)
+        self._ended.wait(seconds)
 
     # -- our share of the source -----------------------------------------------------------------------------
 
@@ -225,9 +231,7 @@ class _Fan:
                 thread.start()
             self._read_share(lanes, arena, workers)
         finally:
-            with self._cv:
-                self.over = True
-                self._cv.notify_all()
+            self._ended.set()
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
@@ -248,15 +252,11 @@ class _Fan:
                 if not self._left:
                     return
                 self.ctx.cancel.check("loading with peers")
-                mine = [run for run, free in enumerate(self._free) if free and self.assignment.mine(run, self._dead)][
-                    :BATCH
-                ]
+                mine = self._next_share()
                 if not mine:
                     self._check_stall()
                     self._cv.wait(0.05)
                     continue
-                for run in mine:
-                    self._free[run] = 0
             executor = Executor(
                 lanes.lanes, self.ctx, arena=arena, budget=self.request.max_in_flight_bytes, hedge=self.request.hedge,
                 finishers=workers, max_rate=self.request.max_rate,
@@ -265,6 +265,21 @@ class _Fan:
                 executor.run([self._task(run) for run in mine])
             finally:
                 self.stats.add(executor.stats)
+
+    def _next_share(self) -> list[int]:
+        """Up to a batch of our runs, now claimed. Under the lock."""
+        if self._share is None:
+            dead = self._dead
+            self._share = [
+                run for run in reversed(range(len(self._free))) if self._free[run] and self.assignment.mine(run, dead)
+            ]
+        chosen: list[int] = []
+        while self._share and len(chosen) < BATCH:
+            run = self._share.pop()
+            if self._free[run]:  # an earlier owner may have brought it
+                self._free[run] = 0
+                chosen.append(run)
+        return chosen
 
     def _check_stall(self) -> None:
         limit = self.ctx.retry.stall_timeout

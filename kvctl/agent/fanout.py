@@ -27,6 +27,7 @@ class Assignment:
     def __init__(self, runs: int, agents: Sequence[str], me: str) -> None:
         self.me = me
         self._orders = [order(run, agents) for run in range(runs)]
+        self._preferences: dict[str, list[int]] = {}
 
     def owner(self, run: int, dead: Collection[str]) -> str:
         """Who reads the run from the source, given who is dead. `me` is always alive."""
@@ -35,8 +36,13 @@ class Assignment:
     def mine(self, run: int, dead: Collection[str]) -> bool:
         return self.owner(run, dead) == self.me
 
-    def first_choice(self, peer: str, runs: Sequence[int]) -> list[int]:
-        """The order in which `me` asks `peer` for the runs that it has: those for which it is the nearest to answer
-        first, so that peers are asked for different things.
+    def preference(self, peer: str) -> list[int]:
+        """All runs in the order in which `me` asks `peer` for them: those for which it is the nearest to answer first,
+        and each agent in another order, so that peers are asked for different things.
         """
-        return sorted(runs, key=lambda run: (self._orders[run].index(peer), _score(run, f"{self.me}<{peer}")))
+        if peer not in self._preferences:
+            mixed = f"{self.me}<{peer}"
+            self._preferences[peer] = sorted(
+                range(len(self._orders)), key=lambda run: (self._orders[run].index(peer), _score(run, mixed))
+            )
+        return self._preferences[peer]

@@ -23,7 +23,8 @@ from kvctl.transports.api import Completion, Op, Status, Store, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
 
 WINDOW: Final = 4  # runs asked of one peer at once
-LOOK_SECONDS: Final = 0.02  # between looks at what a peer has, when there is nothing to do
+LOOK_SECONDS: Final = 0.02  # between looks at what a peer has, at least
+LOOK_MOST: Final = 0.25  # and when it never has anything
 RETRY_SECONDS: Final = 1.0  # a peer that failed is tried again after it
 CANCEL_SECONDS: Final = 10.0
 
@@ -44,12 +45,10 @@ class Board(Protocol):
 
     @property
     def over(self) -> bool: ...
-    def claim(self, peer: str, runs: Sequence[int], most: int) -> list[int]:
-        """Up to `most` of these runs, in the best order, that nobody brings and that are missing."""
-        ...
-
-    def missing(self) -> bytearray:
-        """A byte per run: 1 when nobody brings it and it is not there."""
+    def claim(self, peer: str, has: bytearray, most: int) -> list[int]:
+        """Up to `most` of the runs that `peer` has (a byte each), in the best order, that nobody brings and that are
+        missing. They are the caller's to bring.
+        """
         ...
 
     def give_back(self, run: int) -> None: ...
@@ -124,6 +123,7 @@ class Peer:
         self._stall = stall
         self._ids = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
+        self._pause = LOOK_SECONDS
 
     def run(self) -> None:
         started = time.monotonic()
@@ -172,16 +172,14 @@ class Peer:
         if len(have) < len(self._extents) * HAVE_ENTRY:
             raise NotFoundError(f"{self.place} loads it in another way")
         checksums = have.cast("Q").tolist()
-        missing = self._board.missing()
-        wanted = [run for run, checksum in enumerate(checksums[: len(missing)]) if checksum and missing[run]]
-        if not wanted:
-            self._board.wait(LOOK_SECONDS)
-            return True
+        has = bytearray(map(bool, checksums[: len(self._extents)]))
         error: KvctlError | None = None
+        took = 0
         try:
             while not self._board.over:
                 room = WINDOW - len({id(asked) for asked in self._asked.values()})
-                claimed = self._board.claim(self.place, wanted, room) if error is None and room else []
+                claimed = self._board.claim(self.place, has, room) if error is None and room else []
+                took += len(claimed)
                 for run in claimed:
                     self._ask(link, run, checksums[run])
                 if not self._asked:
@@ -191,6 +189,9 @@ class Peer:
             self._withdraw(link)
         if error is not None:
             raise error
+        # the less there is to take, the more seldom we look
+        self._pause = LOOK_SECONDS if took else min(LOOK_MOST, 2 * self._pause)
+        self._board.wait(self._pause)
         return True
 
     def _ask(self, link: _Link, run: int, checksum: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -221,6 +222,7 @@ def run_agent(
     """Serve until SIGTERM or SIGINT. Call from the main thread. Raises EnvError, UsageError or ConfigError when it
     cannot start.
     """
+    _raise_descriptors()
     agent = Agent(settings)
     if settings.one_sided is not None:
         asked = settings.one_sided
@@ -266,6 +268,13 @@ def _with_peers(
 
     with SlotTree.make(agent.slots, agent.ident) as tree:
         run_node(settings.peers, ready=listening, note=note, trace=trace, tree=tree)
+
+
+def _raise_descriptors() -> None:
+    """Every file of every generation is one, and every reader of a slot takes one of each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Signals:

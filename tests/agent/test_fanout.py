@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -94,8 +95,9 @@ def loader(agent: AgentProcess, source: str, peers: Sequence[str], state: Path, 
     )  # fmt: skip
 
 
-def test_an_agent_that_is_killed_half_way_is_replaced_and_only_what_is_missing_is_read_again(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_agent_that_fails_half_way_is_replaced_and_only_what_is_missing_is_read_again(
+    start: Start, tmp_path: Path, how: signal.Signals
 ) -> None:
     files = write_llama(str(tmp_path / "m"), SHAPE, shards=2)
     agents = [start(peers=True) for _ in range(3)]
@@ -107,12 +109,13 @@ def test_an_agent_that_is_killed_half_way_is_replaced_and_only_what_is_missing_i
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(fan, agent, str(tmp_path / "m"), peers) for agent in others]
             eventually(lambda: any(item["landed_runs"] for item in victim.ls()), "the victim has landed something")
-            victim.kill()
-            dying.kill()
+            victim.process.send_signal(how)
+            dying.send_signal(how)
             reports = [future.result() for future in running]
     finally:
         dying.kill()
         dying.wait()
+        victim.kill()
     for agent in others:
         assert same_files(read_slot(agent, "m"), files)
     model = reports[0].needed
