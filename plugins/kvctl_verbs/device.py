@@ -26,14 +26,17 @@ EVENT_FILES: Final = threading.Lock()
 class Memory:
     """Registered memory [address, address + length). Closed as often as it was asked for."""
 
-    def __init__(self, device: Device, address: int, length: int) -> None:
+    def __init__(self, device: Device, address: int, length: int, *, writable: bool) -> None:
         verbs = load()
         self.address = address
         self.length = length
+        self.writable = writable
         self.users = 1
         self._device = device
-        access = verbs["ACCESS_LOCAL_WRITE"] | verbs["ACCESS_REMOTE_WRITE"] | verbs["ACCESS_REMOTE_READ"]
-        _populate(address, length)
+        access = verbs["ACCESS_REMOTE_READ"]
+        if writable:
+            access |= verbs["ACCESS_LOCAL_WRITE"] | verbs["ACCESS_REMOTE_WRITE"]
+            _populate(address, length)
         try:
             self._mr: Any = verbs.mr.MR(device.pd, length, access, address=address)
         except Exception as problem:  # pyverbs' errors have no common base in both generations
@@ -57,7 +60,7 @@ class Device:
         self.name = name
         self.users = 1
         self._lock = threading.Lock()
-        self._memories: dict[tuple[int, int], Memory] = {}
+        self._memories: dict[tuple[int, int, bool], Memory] = {}
         try:
             with EVENT_FILES:
                 self.context: Any = verbs.device.Context(name=name)
@@ -65,16 +68,17 @@ class Device:
         except Exception as problem:
             raise EnvError(f"the RDMA device {name} cannot be opened", cause=str(problem)) from None
 
-    def memory(self, address: int, length: int) -> Memory:
-        """Registers memory for access from both ends. Raises CapacityError or EnvError."""
+    def memory(self, address: int, length: int, *, writable: bool = True) -> Memory:
+        """Memory that the other end may read, and write to if `writable`. Raises CapacityError or EnvError."""
+        key = (address, length, writable)
         with self._lock:
-            found = self._memories.get((address, length))
+            found = self._memories.get(key)
             if found is not None:
                 found.users += 1
                 return found
-        made = Memory(self, address, length)  # outside the lock: pinning gigabytes takes seconds
+        made = Memory(self, address, length, writable=writable)  # outside the lock: pinning gigabytes takes seconds
         with self._lock:
-            found = self._memories.setdefault((address, length), made)
+            found = self._memories.setdefault(key, made)
             if found is not made:
                 found.users += 1
         if found is not made:
@@ -86,7 +90,7 @@ class Device:
             memory.users -= 1
             if memory.users:
                 return
-            del self._memories[memory.address, memory.length]
+            del self._memories[memory.address, memory.length, memory.writable]
         memory.deregister()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class _Peer:
     """An accepted connection."""
 
     ident: Ident
-    pair: QueuePair | None
+    pair: QueuePair
 
 
 @dataclass(eq=False)
@@ -110,15 +110,27 @@ class Landing:
                 port.severed = True
                 self._ports.pop(port.ident.handle, None)
                 self._ended.append(port.ident)
-            for peer in list(port.peers):
+            problems = self._end_all(port)
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+        if problems:
+            raise problems[0]
+
+    def _end_all(self, port: Port) -> list[Exception]:
+        """All connections of a listener (under the lock); what went wrong with them."""
+        problems: list[Exception] = []
+        for peer in list(port.peers):
+            try:
                 self._end(port, peer)
-            os.eventfd_write(self._wake, 1)
+            except Exception as problem:
+                problems.append(problem)
+        return problems
 
     def _end(self, port: Port, peer: _Peer) -> None:
-        """The queue pair goes now, the handle when the thread gets to it (under the lock)."""
-        if peer.pair is not None:
-            peer.pair.close()
-            peer.pair = None
+        """The queue pair goes now, the handle when the thread gets to it (under the lock). A pair that does not go
+        stays in the port's list, so that whoever severs it next tries again, and knows.
+        """
+        peer.pair.close()
         port.peers.remove(peer)
         self._by_ident.pop(peer.ident.handle, None)
         self._ended.append(peer.ident)
@@ -156,7 +168,8 @@ class Landing:
             with self._lock:
                 found = self._by_ident.get(event.ident)
                 if found is not None:
-                    self._end(*found)
+                    with contextlib.suppress(Exception):
+                        self._end(*found)
                     os.eventfd_write(self._wake, 1)
 
     def _accept(self, listener: int, ident: Ident) -> bool:
@@ -190,8 +203,7 @@ class Landing:
             for port in list(self._ports.values()):
                 port.severed = True
                 self._ended.append(port.ident)
-                for peer in list(port.peers):
-                    self._end(port, peer)
+                self._end_all(port)
             self._ports.clear()
             os.eventfd_write(self._wake, 1)
         self._thread.join(_JOIN_SECONDS)

@@ -22,6 +22,7 @@ class Pool:
         self._free = deque(range(pieces))
         self._changed = threading.Condition()
         self._registered: dict[str, Memory] = {}
+        self.waiting = 0  # threads that wait for a piece
 
     @property
     def scratch(self) -> int:
@@ -37,11 +38,15 @@ class Pool:
             return found
 
     def take(self, seconds: float = 0.0) -> int | None:
-        """A free piece, None when there is none in time."""
+        """A free piece, None when there is none in time. Who does not wait gets none that others wait for."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free, seconds):
-                return None
-            return self._free.pop()
+            if not seconds:
+                return self._free.pop() if len(self._free) > self.waiting else None
+            self.waiting += 1
+            try:
+                return self._free.pop() if self._changed.wait_for(lambda: self._free, seconds) else None
+            finally:
+                self.waiting -= 1
 
     def give(self, piece: int) -> None:
         """Back, once no device uses it."""

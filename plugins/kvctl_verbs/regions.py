@@ -71,14 +71,16 @@ class Regions:
             self._regions.remove(region)
 
     @contextlib.contextmanager
-    def covering(self, device: Device, address: int, length: int) -> Iterator[Memory]:
-        """The registration that has all of the range; one for this operation alone where none has."""
+    def covering(self, device: Device, address: int, length: int, *, writable: bool) -> Iterator[Memory]:
+        """The registration that has all of the range; where none has, one for this operation alone that lets the other
+        end do no more than it has to.
+        """
         assert length <= MAX_SIZE
         found = self._find(device.name, address, length)
         if found is not None:
             yield found
             return
-        memory = device.memory(address, length)
+        memory = device.memory(address, length, writable=writable)
         try:
             yield memory
         finally:

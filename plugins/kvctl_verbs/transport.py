@@ -37,6 +37,7 @@ from kvctl_verbs.regions import Region, Regions
 from kvctl_verbs.talk import Talk
 from kvctl_verbs.token import MAX_SIZE, RcToken
 
+_NEVER_BEGUN: Final = frozenset({400, 401, 403, 404, 405, 411, 412, 413, 416, 431, 501})
 _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
@@ -217,8 +218,8 @@ class RdmaTransport(ThreadedTransport):
             body = connection.read_small(head)
             if body is None or not head.keep_alive:
                 self._drop()
-            # a request that makes no sense was never begun; after other failures another server may still be at it
-            over.over = head.status < 500
+            # what makes no sense was never begun; after other failures a server may still be at it
+            over.over = head.status in _NEVER_BEGUN
             return self._talk.refusal(op, head, body or b"")
         name = f"{self._talk.url}: {op.key}"
         if op.kind == "read":
@@ -271,7 +272,9 @@ class RdmaTransport(ThreadedTransport):
             bounce = self._bounce(op.length)
             if op.kind == "write":
                 bounce.view[: op.length] = op.view
-            memory = held.enter_context(self._regions.covering(landing.device, bounce.address, op.length))
+            memory = held.enter_context(
+                self._regions.covering(landing.device, bounce.address, op.length, writable=True)
+            )
             yield _Range(bounce.address, memory.rkey, bounce.view[: op.length])
 
     def _pinned(self, held: contextlib.ExitStack, op: Op, landing: Landing, address: int) -> Memory | None:
@@ -280,8 +283,9 @@ class RdmaTransport(ThreadedTransport):
         """
         if self._bounces and op.buffer.kind == "shared":
             return None
+        covering = self._regions.covering(landing.device, address, op.length, writable=op.kind == "read")
         try:
-            return held.enter_context(self._regions.covering(landing.device, address, op.length))
+            return held.enter_context(covering)
         except EnvError as problem:
             if op.buffer.kind != "shared" or problem.details.get("errno") not in _NOT_PINNED:
                 raise

@@ -8,6 +8,8 @@ import ipaddress
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from contextlib import closing
 from pathlib import Path
@@ -34,6 +36,7 @@ from kvctl_verbs import bindings, cm, sysfs
 from kvctl_verbs.answers import check_empty, check_placed
 from kvctl_verbs.engine import parse_options
 from kvctl_verbs.policy import allowed
+from kvctl_verbs.pool import Pool
 from kvctl_verbs.probe import probe
 from kvctl_verbs.rails import Balance, local_addresses
 from kvctl_verbs.regions import pieces
@@ -276,6 +279,29 @@ def test_rails_are_taken_by_outstanding_bytes_and_failed_ones_last() -> None:
     balance.refuse(1)
     with balance.take(1) as one:
         assert one is None
+
+
+def test_who_waits_for_transfer_memory_is_served_before_who_has_some_already() -> None:
+    pool = Pool(2, 4096)
+    first, second = pool.take(), pool.take()
+    assert first is not None
+    assert second is not None
+    assert pool.take() is None
+    got: list[int | None] = []
+    waiting = threading.Thread(target=lambda: got.append(pool.take(30.0)))
+    waiting.start()
+    while not pool.waiting:
+        time.sleep(0.001)
+    pool.give(first)
+    assert pool.take() is None, "it is the waiting one's"
+    waiting.join()
+    assert got == [first]
+    assert pool.take(0.01) is None
+    pool.give(second)
+    assert pool.take() == second
+    pool.view(second, 10)[:] = b"0123456789"
+    assert ctypes.string_at(pool.address(second), 10) == b"0123456789"
+    pool.close()
 
 
 def test_options_of_the_engine() -> None:
