@@ -25,6 +25,7 @@ from tests.vllm.engines import Engine
 
 pytestmark = pytest.mark.engine
 PROMPT = tiny.tokens(60, 5)
+NO_KV = {"push": False, "pull": False}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,12 @@ def pair(models: Callable[..., Path]) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def engine(models: Callable[..., Path], launch: Callable[..., Engine]) -> Engine:
-    return launch(models())
+def engine(llama: Engine, pair: tuple[str, str]) -> Iterator[Engine]:
+    """The shared engine; it has its own weights again afterwards."""
+    yield llama
+    adapter = open_engine(llama.url, Context())
+    adapter.swap(SwapRequest(pair[0]))
+    adapter.close()
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def digest(folder: str) -> str:
 
 
 def answer(engine: Engine, **more: Any) -> list[int]:
-    return engine.complete(PROMPT, **more).tokens
+    return engine.complete(PROMPT, kvctl=NO_KV, **more).tokens
 
 
 def test_the_engine_speaks_as_transformers_does(engine: Engine, adapter: EngineAdapter, pair: tuple[str, str]) -> None:
@@ -167,7 +172,7 @@ def test_what_does_not_fit_is_refused_before_anything_stops(
 
 def test_rollback_goes_back_to_what_was_kept(engine: Engine, adapter: EngineAdapter, pair: tuple[str, str]) -> None:
     before = answer(engine)
-    with pytest.raises(NotFoundError, match="keep-previous"):
+    with pytest.raises(NotFoundError, match="go back to"):
         adapter.rollback()
     adapter.swap(SwapRequest(pair[1], keep_previous=True))
     assert answer(engine) != before
@@ -208,13 +213,13 @@ def test_a_held_swap_that_nobody_finishes_goes_back(
 @pytest.mark.parametrize("how", ["drain", "abort", "keep"])
 def test_requests_under_way(engine: Engine, adapter: EngineAdapter, pair: tuple[str, str], how: str) -> None:
     """Drained ones end with the old model's words; kept ones go on; aborted ones end early."""
-    long = engine.complete(PROMPT, 600).tokens
+    long = engine.complete(PROMPT, 600, kvctl=NO_KV).tokens
     said: list[Any] = []
 
     def ask() -> None:
         said.append(engine.call("/v1/completions", {
             "model": "m", "prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
+            "return_token_ids": True, "kv_transfer_params": {"kvctl": NO_KV},
         })["choices"][0])  # fmt: skip
 
     asker = threading.Thread(target=ask)
@@ -295,7 +300,7 @@ def test_a_reader_that_is_gone_holds_nothing_up_for_long(
 def test_inter_token_times_are_told(engine: Engine, adapter: EngineAdapter) -> None:
     start = adapter.samples(0).until
     began = time.time()
-    engine.complete(PROMPT, 50)
+    engine.complete(PROMPT, 50, kvctl=NO_KV)
     took = time.time() - began
     samples = [sample for sample in adapter.samples(start).samples if sample.at >= began]
     assert 45 <= len(samples) <= 50
@@ -304,9 +309,9 @@ def test_inter_token_times_are_told(engine: Engine, adapter: EngineAdapter) -> N
 
 
 def test_reading_slices_leaves_a_stream_alone(engine: Engine, adapter: EngineAdapter) -> None:
-    alone = engine.complete(PROMPT, 100).tokens
+    alone = engine.complete(PROMPT, 100, kvctl=NO_KV).tokens
     said: list[list[int]] = []
-    asker = threading.Thread(target=lambda: said.append(engine.complete(PROMPT, 100).tokens))
+    asker = threading.Thread(target=lambda: said.append(engine.complete(PROMPT, 100, kvctl=NO_KV).tokens))
     asker.start()
     read_all(adapter)
     asker.join()
@@ -321,3 +326,19 @@ def test_errors_of_a_source_are_its_own(engine: Engine, adapter: EngineAdapter, 
     with pytest.raises(KvctlError) as caught:
         adapter.swap(SwapRequest(text_of(StoreConfig("node://127.0.0.1:9/none"))))
     assert caught.value.exit_code == 6
+
+
+def test_kv_of_other_weights_is_not_used(engine: Engine, adapter: EngineAdapter, pair: tuple[str, str]) -> None:
+    """The digest of the weights is a part of every key: after a swap nothing of before is found, after another it is."""
+    prompt = tiny.tokens(300, 6)
+    before = engine.info()["kv"]["stores"]
+    first = engine.complete(prompt, kvctl={"pull": False, "push": True})
+    engine.stored(before + 1)
+    adapter.swap(SwapRequest(pair[1]))
+    other = engine.complete(prompt, kvctl={"push": False})
+    assert other.kvctl["found"] == 0
+    assert other.tokens != first.tokens
+    adapter.swap(SwapRequest(pair[0]))
+    again = engine.complete(prompt, kvctl={"push": False})
+    assert again.kvctl["found"] == 288
+    assert again.tokens == first.tokens

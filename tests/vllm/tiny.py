@@ -33,16 +33,14 @@ def make(folder: Path, kind: str = "llama", *, seed: int = 0, layers: int = 4, h
         "pad_token_id": 2,
         "initializer_range": 0.1,
         "dtype": "float32",
-        **more,
     }
     if kind == "gemma":
         types = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(layers)]
-        config = Gemma3TextConfig(
-            **common, sliding_window=WINDOW, layer_types=types, query_pre_attn_scalar=32, tie_word_embeddings=True
-        )
-        model = Gemma3ForCausalLM(config)
+        common |= {"sliding_window": WINDOW, "layer_types": types, "query_pre_attn_scalar": 32}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**{**common, "tie_word_embeddings": True, **more}))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**common, rope_theta=500000.0, tie_word_embeddings=False))
+        common |= {"rope_theta": 500000.0, "tie_word_embeddings": False}
+        model = LlamaForCausalLM(LlamaConfig(**{**common, **more}))
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
