@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import signal
 import subprocess
@@ -49,6 +50,26 @@ def test_guests_see_each_other_until_one_is_done(environment: dict[str, str]) ->
     )  # fmt: skip
     assert done.returncode == 4
     assert "[b] found up by b\n" in done.stdout
+
+
+def test_two_that_prepare_at_once_make_one_kernel(environment: dict[str, str], tmp_path: Path, lab: Lab) -> None:
+    packed = tmp_path / "linux.xz"
+    packed.write_bytes(lzma.compress(lab.kernel.read_bytes(), preset=0))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "pyverbs").symlink_to(lab.python_path.parents[3])
+    settings = {**environment, "KVCTL_RDMA_LAB_CACHE": str(cache), "KVCTL_RDMA_LAB_KERNEL": str(packed)}
+    both = [subprocess.Popen([PROGRAM, "prepare"], env=settings, stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all("PORT_ACTIVE" in text for text in said)
+    assert len(list(cache.glob("linux-xz-*"))) == 1
+
+
+def test_a_kernel_that_is_none_is_told(environment: dict[str, str], tmp_path: Path) -> None:
+    done = _run({**environment, "KVCTL_RDMA_LAB_KERNEL": str(tmp_path / "none")}, "run", "true")
+    assert done.returncode == 10
+    assert done.stderr == f"error: KVCTL_RDMA_LAB_KERNEL names {tmp_path / 'none'}, which is no file\n"
 
 
 def test_nothing_is_left_of_a_lab_whose_parent_was_killed(environment: dict[str, str], tmp_path: Path) -> None:
