@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from importlib.metadata import Distribution
@@ -104,7 +105,8 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Release Bui
 )
 def test_gpudirect_rdma_needs_peermem_or_dmabuf(machine: Build, files: dict[str, str], state: str, value: str) -> None:
     made = machine({**files, "/dev/nvidiactl": "", "/proc/driver/nvidia/gpus/0000:01:00.0/": ""})
-    found = {item.name: item for item in gpu.gpu(made)}
+    # the first two lines: those after them load libraries and ask torch
+    found = {item.name: item for item in itertools.islice(gpu.gpu(made), 2)}
     assert found["NVIDIA driver"].state == "ok"
     assert "1 GPUs" in found["NVIDIA driver"].value
     assert found["GPUDirect RDMA"].state == state
