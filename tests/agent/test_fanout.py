@@ -122,7 +122,9 @@ def test_an_agent_that_fails_half_way_is_replaced_and_only_what_is_missing_is_re
     for report in reports:
         share = report.extra["fanout"]
         assert share["source_bytes"] + sum(share["peer_bytes"].values()) == model
-        assert share["lost_peers"] == [victim.place]
+        assert set(share["lost_peers"]) <= {victim.place}
+    # the first who notices takes its share, and the other may have it from him before noticing
+    assert any(report.extra["fanout"]["lost_peers"] for report in reports)
     # what the victim had read and passed on was not read again by both
     assert sum(report.extra["fanout"]["source_bytes"] for report in reports) <= model
 
