@@ -16,9 +16,13 @@ from kvctl.engines.api import EngineAdapter, SwapRequest
 from kvctl.engines.registry import open_engine
 
 DAY = 86_400.0
+WARM = 4  # swaps before memory is measured: allocators keep what they got
+SPARE = 64 << 20  # bytes of memory that the rest may add
 
 
-def swap_often(adapter: EngineAdapter, pair: tuple[str, str], count: int, check: Callable[[int], None]) -> None:
+def swap_often(
+    adapter: EngineAdapter, pair: tuple[str, str], count: int, check: Callable[[int], None]
+) -> dict[str, object]:
     """`check(n)`: after swap n, whose weights are pair[(n + 1) % 2]."""
     whole, paused = [], []
     for number in range(count):
@@ -37,14 +41,14 @@ def swap_often(adapter: EngineAdapter, pair: tuple[str, str], count: int, check:
         f"{count} swaps: median {middle:.2f} s, slowest {slowest:.2f} s, paused {pause:.2f} s in the median; one"
         f" after the other that is {DAY / middle:,.0f} a day"
     )
-    print(json.dumps({"swaps": count, "median_s": middle, "slowest_s": slowest, "paused_s": pause}))
+    return {"swaps": count, "median_s": middle, "slowest_s": slowest, "paused_s": pause}
 
 
 def running(url: str, first: str, second: str, count: str = "10") -> None:
     adapter = open_engine(url, Context())
     try:
         adapter.swap(SwapRequest(first))
-        swap_often(adapter, (first, second), int(count), lambda _: None)
+        print(json.dumps(swap_often(adapter, (first, second), int(count), lambda _: None)))
     finally:
         adapter.close()
 
@@ -79,14 +83,27 @@ def of_our_own(count: int = 10) -> None:
             asker = threading.Thread(target=ask)
             asker.start()
             try:
-                swap_often(adapter, (pair[0], pair[1]), count, check)
+                swap_often(adapter, (pair[0], pair[1]), WARM, check)
+                before = memory_of(engine.process.pid)
+                facts = swap_often(adapter, (pair[0], pair[1]), count, check)
+                after = memory_of(engine.process.pid)
             finally:
                 over.set()
                 asker.join()
             print(f"{asked[0]} requests meanwhile, {wrong[0]} with words of neither model")
-            if wrong[0]:
+            facts |= {"requests": asked[0], "wrong": wrong[0], "memory_before": before, "memory_after": after}
+            print(json.dumps(facts))
+            if wrong[0] or after > before + SPARE:
                 raise SystemExit(1)
 
 
+def memory_of(pid: int) -> int:
+    """Resident bytes of a process and its children."""
+    import psutil
+
+    top = psutil.Process(pid)
+    return sum(process.memory_info().rss for process in (top, *top.children(recursive=True)))
+
+
 if __name__ == "__main__":
-    running(*sys.argv[1:5]) if len(sys.argv) > 1 else of_our_own()
+    running(*sys.argv[1:5]) if len(sys.argv) > 2 else of_our_own(*map(int, sys.argv[1:]))

@@ -92,6 +92,20 @@ def swaps(runs: int, seed: int) -> Outcome:
     return outcome
 
 
+def engine_swaps(runs: int, seed: int) -> Outcome:
+    """`runs` swaps of a real vLLM under requests."""
+    outcome = Outcome([seed], runs)
+    done = subprocess.run(
+        [ROOT / "scripts" / "hot_swap", str(runs)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    if lines and lines[-1].startswith("{"):
+        outcome.facts = json.loads(lines[-1])
+    if done.returncode:
+        outcome.failures.append({"seed": seed, "error": "\n".join(lines[-5:]) or f"it ended with {done.returncode}"})
+    return outcome
+
+
 HYPOTHESIS = ("tests/weights", "tests/repo/test_repo_pure.py", "tests/cases/test_any_model.py")
 SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "kill-push-weights": (kills("push-weights"), 50),
@@ -102,6 +116,7 @@ SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     ),
     "gc-interleavings": (pytest_with(lambda _: ["-m", "slow", "tests/repo/test_gc_interleavings.py"]), 1),
     "swaps": (swaps, 1000),
+    "engine-swaps": (engine_swaps, 200),
     "slow-endpoint": (pytest_with(lambda _: ["tests/cases/test_slow_endpoint.py"]), 20),
 }  # fmt: skip
 

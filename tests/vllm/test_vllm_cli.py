@@ -60,7 +60,8 @@ def test_a_smoke_test_decides(llama: Engine, other: str, tmp_path: Path) -> None
     smoke = tmp_path / "smoke.py"
     smoke.write_text(f"""
 import json, os, sys, urllib.request
-body = {{"model": "m", "prompt": {PROMPT}, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}}
+body = {{"model": "m", "prompt": {PROMPT}, "max_tokens": 8, "temperature": 0}}
+body |= {{"ignore_eos": True, "return_token_ids": True}}
 request = urllib.request.Request(
     os.environ["KVCTL_ENGINE_URL"] + "/v1/completions", json.dumps(body).encode(),
     {{"content-type": "application/json", "X-Kvctl-Pass": os.environ["KVCTL_ENGINE_PASS"]}},

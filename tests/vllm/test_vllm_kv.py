@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from kvctl.core.context import Context
+from kvctl.core.errors import NotFoundError
 from kvctl.kv.inspecting import InspectRequest, inspect_session
+from kvctl.kv.names import parse_session
 from kvctl.kv.pull import PullSession, pull_session
+from kvctl.kv.reading import StoredSession
 from kvctl.kv.seams import MemorySink
+from kvctl.repo.repo import Repo
 from kvctl.testing.nodes import NodeProcess
 from tests.vllm import tiny
 from tests.vllm.conftest import apart, eventually, kv_files, repo_over
@@ -277,6 +281,49 @@ def unreachable(engine: Engine, node: NodeProcess, prompt: list[int], cold: Any)
         assert engine.said("answers again") == 1
     finally:
         again.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("how", ["torn", "missing", "foreign"])
+def test_damage_is_computed_around(request: pytest.FixtureRequest, kind: str, how: str) -> None:
+    """Of loads beside the steps: block by block where blocks have one group, else the whole load."""
+    engine: Engine = request.getfixturevalue(kind)
+    repo: str = request.getfixturevalue({"llama": "node_repo", "gemma": "s3_repo"}[kind])
+    number = ["torn", "missing", "foreign"].index(how)
+    prompt, session = tiny.tokens(700, 70 + number), f"alice/{how}"
+    before = engine.info()["kv"]["stores"]
+    cold = engine.complete(prompt, kvctl={"session": session})
+    engine.stored(before + 1)
+    spoil(repo, session, how)
+    engine.reset()
+    before = engine.info()["kv"]
+    found = engine.complete(prompt, kvctl={"session": session, "push": False})
+    assert found.tokens == cold.tokens
+    assert apart(found.logprobs, cold.logprobs) <= COLD
+    after = engine.info()["kv"]
+    assert after["tokens"] == before["tokens"]
+    assert after["lost"] > before["lost"]
+    assert not after["resting"]
+
+
+def spoil(repo: str, session: str, how: str) -> None:
+    """Every pack of a session: one bit flipped, gone, or the bytes of something else."""
+    stores = stores_of(repo)
+    with (
+        Repo.open(stores, Context()) as opened,
+        StoredSession.open(opened, parse_session(session), Context()) as stored,
+    ):
+        for ref in {stored.ref(row) for row in stored.manifest.packs}:
+            for member in opened.locate(ref.digest):
+                try:
+                    data = bytearray(member.store.get(ref.key))
+                except NotFoundError:
+                    continue
+                if how == "missing":
+                    member.store.delete([ref.key])
+                    continue
+                data[len(data) // 2] ^= 1
+                member.store.put(ref.key, bytes(data) if how == "torn" else bytes(data[::-1]))
 
 
 def test_a_node_that_dies_is_computed_around(llama: Engine, nodes: list[NodeProcess]) -> None:

@@ -329,7 +329,7 @@ def test_errors_of_a_source_are_its_own(engine: Engine, adapter: EngineAdapter, 
 
 
 def test_kv_of_other_weights_is_not_used(engine: Engine, adapter: EngineAdapter, pair: tuple[str, str]) -> None:
-    """The digest of the weights is a part of every key: after a swap nothing of before is found, after another it is."""
+    """The digest of the weights is a part of every key: after a swap nothing is found, after one back it is."""
     prompt = tiny.tokens(300, 6)
     before = engine.info()["kv"]["stores"]
     first = engine.complete(prompt, kvctl={"pull": False, "push": True})
