@@ -88,6 +88,9 @@ class NixlObj(ThreadedTransport):
         key = self._place.full_key(op.key)
         return f"nixl-obj: {op.kind} {self.endpoint} {key} [{op.offset}, {op.offset + op.length})"
 
+    def _given_up(self) -> str:
+        return "at the end of the run" if self._closing.is_set() else f"after {self._deadline:g} s"
+
     def close(self) -> None:
         self._closing.set()
         super().close()
@@ -192,7 +195,7 @@ class NixlObj(ThreadedTransport):
         QUARANTINE.keep(op.buffer, desk, lambda: _has_ended(desk, transfer))
         raise AbandonedError(
             StalledError(
-                f"{self._place.url}: {op.key}: given up in flight after {self._deadline:g} s",
+                f"{self._place.url}: {op.key}: given up in flight {self._given_up()}",
                 cause="NIXL cannot call a transfer off: its memory is not used again",
                 hint="check the server; --transport-opt deadline=SECONDS allows more",
             )

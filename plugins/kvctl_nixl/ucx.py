@@ -130,6 +130,9 @@ class NixlUcx(ThreadedTransport):
             raise OpCancelledError
         return requests
 
+    def _given_up(self) -> str:
+        return "at the end of the run" if self._closing.is_set() else f"after {self._deadline:g} s"
+
     def close(self) -> None:
         self._closing.set()
         super().close()
@@ -224,7 +227,7 @@ class NixlUcx(ThreadedTransport):
         QUARANTINE.keep(op.buffer, session, ended)
         raise AbandonedError(
             StalledError(
-                f"{self._place.root}: {op.key}: given up in flight after {self._deadline:g} s",
+                f"{self._place.root}: {op.key}: given up in flight {self._given_up()}",
                 cause="the source does not move, and what it may still write cannot be called off",
                 hint="is the source stopped? --transport-opt deadline=SECONDS allows more",
             )

@@ -26,12 +26,6 @@ class TestNixlPosix(TransportContract):
         return transport_case(file_case(tmp_path / "store"), "nixl-posix")
 
 
-class TestNixlPosixAio(TransportContract):
-    @pytest.fixture
-    def case(self, tmp_path: Path) -> TransportCase:
-        return transport_case(file_case(tmp_path / "store"), "nixl-posix", api="aio")
-
-
 class TestNixlPosixDirect(TransportContract):
     @pytest.fixture
     def case(self, tmp_path: Path) -> TransportCase:

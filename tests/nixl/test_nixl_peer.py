@@ -69,7 +69,10 @@ class Child:
         assert self.line() == "again"
 
     def stop(self) -> None:
+        """And it has stopped when this returns: the signal alone is only a request."""
         self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -128,12 +131,20 @@ def nothing_in_quarantine() -> bool:
     return not len(QUARANTINE)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Child]:
+    """For tests that do a source no harm."""
+    with running() as child:
+        yield child
+        assert child.end() == 0
+
+
 modes = pytest.mark.parametrize("mode", ["push", "pull"])
 
 
 @modes
-def test_ranges_of_another_process(mode: str) -> None:
-    with running() as child, reading(child.url, mode=mode) as (store, transport):
+def test_ranges_of_another_process(mode: str, shared: Child) -> None:
+    with reading(shared.url, mode=mode) as (store, transport):
         infos = {info.key: info.size for info in store.list("model/")}
         assert infos == {"model/a": SIZE, "model/b": 5000}
         version = store.stat("model/a").version
@@ -141,12 +152,11 @@ def test_ranges_of_another_process(mode: str) -> None:
         assert read_one(transport, "model/a", 0, SIZE, version=version, size=SIZE) == (content(), requests)
         assert read_one(transport, "model/a", 12_345, 70_001)[0] == content()[12_345:][:70_001]
         assert read_one(transport, "model/b", 10, 4990)[0] == content()[1010:6000]
-        assert child.end() == 0
 
 
 @modes
-def test_registered_memory_is_registered_once(mode: str) -> None:
-    with running() as child, reading(child.url, mode=mode) as (_, transport):
+def test_registered_memory_is_registered_once(mode: str, shared: Child) -> None:
+    with reading(shared.url, mode=mode) as (_, transport):
         buffer = HostBuffer(SIZE)
         registration = transport.register(buffer)
         ops = [Op(n, "read", "model/a", n * 65536, 65536, buffer, n * 65536) for n in range(SIZE // 65536)]
@@ -157,8 +167,8 @@ def test_registered_memory_is_registered_once(mode: str) -> None:
         registration.close()
 
 
-def test_memory_told_of_with_a_question_that_fails_is_known_all_the_same() -> None:
-    with running() as child, reading(child.url, mode="push", threads="1") as (_, transport):
+def test_memory_told_of_with_a_question_that_fails_is_known_all_the_same(shared: Child) -> None:
+    with reading(shared.url, mode="push", threads="1") as (_, transport):
         buffer = HostBuffer(SIZE)
         transport.register(buffer)
         done = drive(transport, [Op(1, "read", "no/such", 0, SIZE, buffer)])[1]
@@ -166,9 +176,9 @@ def test_memory_told_of_with_a_question_that_fails_is_known_all_the_same() -> No
         assert one(transport, buffer).status is Status.DONE
 
 
-def test_long_ranges_move_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_ranges_move_in_pieces(monkeypatch: pytest.MonkeyPatch, shared: Child) -> None:
     monkeypatch.setattr(ucx, "PIECE", 1 << 20)
-    with running() as child, reading(child.url) as (_, transport):
+    with reading(shared.url) as (_, transport):
         assert read_one(transport, "model/a", 5, SIZE - 5) == (content()[5:], 8)
 
 
@@ -395,7 +405,7 @@ def test_more_readers_than_allowed_are_turned_away() -> None:
         PeerStore(StoreConfig(source.url)).link()
 
 
-def test_a_reader_process_ends_in_order_and_says_nothing() -> None:
+def test_a_reader_process_ends_in_order_and_says_nothing(shared: Child) -> None:
     program = (
         "import sys\nfrom kvctl.core.addresses import StoreConfig\nfrom kvctl.memory.buffers import HostBuffer\n"
         "from kvctl.transports.api import Op\nfrom kvctl.transports.faces import SyncTransport\n"
@@ -404,14 +414,12 @@ def test_a_reader_process_ends_in_order_and_says_nothing() -> None:
         "(done,) = SyncTransport(transport).move([Op(1, 'read', 'model/b', 0, 5000, buffer)])\n"
         "assert done.nbytes == 5000, done\n"
     )
-    with running() as child:
-        done = subprocess.run(
-            [sys.executable, "-c", program, child.url],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env={name: value for name, value in os.environ.items() if not name.startswith(("NIXL_", "UCX_"))},
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-        assert child.end() == 0
+    done = subprocess.run(
+        [sys.executable, "-c", program, shared.url],
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("NIXL_", "UCX_"))},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
