@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 import pytest
@@ -277,6 +278,24 @@ class TransportContract:
         assert (done.status, done.nbytes, done.error) == (Status.DONE, SIZE, None)
         assert case.raw_get("dir/new") == DATA
         assert buffer.view[4096 : 4096 + SIZE] == DATA
+
+    @pytest.mark.parametrize("sizes", [(SIZE,), (1, SIZE - 1), (7,) * 3_000 + (SIZE - 21_000,)])
+    def test_a_write_takes_its_parts_in_turn(
+        self, case: TransportCase, transport: Transport, buffer: GuardedBuffer, sizes: tuple[int, ...]
+    ) -> None:
+        data = memoryview(DATA)
+        ends = list(accumulate(sizes))
+        parts = tuple(data[end - size : end] for size, end in zip(sizes, ends, strict=True))
+        op = Op(1, "write", "dir/parts", 0, SIZE, buffer, object_size=SIZE, parts=parts)
+        done = drive(transport, [op])[1]
+        if not (transport.capabilities.gather and transport.capabilities.writes):
+            _assert_failed(done, UsageError)
+            with pytest.raises(NotFoundError):
+                case.raw_get("dir/parts")
+            return
+        assert (done.status, done.nbytes, done.error) == (Status.DONE, SIZE, None)
+        assert case.raw_get("dir/parts") == DATA
+        buffer.check()
 
     def test_an_empty_object_can_be_written(
         self, case: TransportCase, transport: Transport, buffer: GuardedBuffer

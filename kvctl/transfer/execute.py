@@ -408,7 +408,7 @@ class Executor:
             lane.active_since = attempt.started
         self._inflight[id(lane)] += 1
         self._inflight_bytes += task.length
-        parts = () if attempt.spread is None else _parts(attempt.spread, buffer.view, offset)
+        parts = task.parts if attempt.spread is None else _parts(attempt.spread, buffer.view, offset)
         return Op(
             attempt.op_id, task.kind, place.key, task.offset, task.length, buffer, offset, place.version,
             task.object_size, task.priority, parts,

@@ -36,6 +36,9 @@ class Task:
     `spread`, without a buffer: a read whose bytes go to several places. It is called for each attempt, under the
     executor's lock. Transports with `scatter` move the bytes there themselves; else they go through the arena. The
     view that `on_bytes` gets is then what the spread leaves to the arena, in one piece.
+
+    `parts`: a write whose bytes lie in several places; only for lanes whose transports have `gather`, and nothing of
+    the buffer is written then.
     """
 
     places: tuple[Place, ...]
@@ -48,6 +51,7 @@ class Task:
     on_bytes: Callable[[Task, memoryview], None] | None = None
     priority: int = 0
     spread: Callable[[], Spread] | None = None
+    parts: tuple[memoryview, ...] = ()
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class Capabilities:
     must be multiples of (1: any). max_in_flight: operations it works on at once. ranged_write: a write may
     cover part of an object. one_sided: completions may be `unknown`. durable: a completed write survives
     power loss. zero_copy: bytes land in the buffer without an intermediate copy in user space.
-    writes: it can write at all. scatter: a read takes `Op.parts`.
+    writes: it can write at all. scatter, gather: a read, a write takes `Op.parts`.
     """
 
     memory_kinds: frozenset[str] = HOST_KINDS
@@ -128,6 +128,7 @@ class Capabilities:
     zero_copy: bool = True
     writes: bool = True
     scatter: bool = False
+    gather: bool = False
 
 
 class Status(enum.Enum):
@@ -148,7 +149,8 @@ class Op:
     read: `version` (if given) must be the object's, else VersionChangedError; `object_size` (if given) is what
     the object must measure, else SizeMismatchError. write: makes the whole object of `object_size` bytes,
     atomically, unless the transport has `ranged_write`. Lower `priority` is wanted earlier. `parts`, only where the
-    transport has `scatter`: a read fills these views in turn, together `length` bytes, and nothing of `buffer`.
+    transport has `scatter` (reads) or `gather` (writes): these views in turn, together `length` bytes, are what is
+    filled or written, and nothing of `buffer`.
     `pace`: called before each piece of a write moves, with its bytes; it may wait. What a transport does not ask for
     piece by piece it moves in one go.
     """

@@ -131,14 +131,14 @@ class MemTransport(ThreadedTransport):
     name = "mem"
 
     def __init__(self, store: MemStore) -> None:
-        super().__init__(Capabilities(max_in_flight=4, durable=False, scatter=True))
+        super().__init__(Capabilities(max_in_flight=4, durable=False, scatter=True, gather=True))
         self._store = store
 
     def perform(self, op: Op) -> int:
         if op.kind == "write":
             if op.offset != 0 or (op.object_size is not None and op.object_size != op.length):
                 raise UsageError(f"{self._store.url}: mem writes whole objects only ({op.key})")
-            self._store.put(op.key, op.view)
+            self._store.put(op.key, op.view if not op.parts else b"".join(op.parts))
             return 1
         item = self._store._find(op.key)
         if op.version is not None and item.version != op.version:

@@ -159,8 +159,9 @@ class ThreadedTransport(ABC):
             self._running.add(op.id)
         status, error, requests = Status.DONE, None, 1
         try:
-            if op.parts and not self._capabilities.scatter:
-                raise UsageError(f"transport {self.name} fills one place, not the {len(op.parts)} parts of {op.key}")
+            able = self._capabilities
+            if op.parts and not (able.scatter if op.kind == "read" else able.gather):
+                raise UsageError(f"transport {self.name} takes one place, not the {len(op.parts)} parts of {op.key}")
             requests = self.perform(op)
         except OpCancelledError:
             status = Status.CANCELLED

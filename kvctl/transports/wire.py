@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvctl.transports.views import MOST, first_of
+from kvctl.transports.views import advance as advance  # noqa: PLC0414 - http.inline takes it from here
+
 _HEAD_PEEK: Final = 4096
 _HEAD_LIMIT: Final = 65536
-_MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 _BATCH: Final = 1 << 20  # bytes that make the kernel wake a reader
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
 # as numbers: the flags of `socket` are enums, which take longer to combine than a system call
@@ -179,7 +181,7 @@ class Connection:
         """As `take`, into memory."""
         if len(views) == 1:
             return self._raw.recv_into(views[0], 0, _NO_WAIT)
-        return self._raw.recvmsg_into(views[:_MOST_PARTS], 0, _NO_WAIT)[0]
+        return self._raw.recvmsg_into(views[:MOST], 0, _NO_WAIT)[0]
 
     def wake_at(self, nbytes: int) -> None:
         """Whoever waits for `fileno` is woken when this much came (or all that the kernel takes)."""
@@ -217,7 +219,7 @@ class Connection:
         if self._batch and to_come > 2 * _BATCH:
             to_come = self._fill_by_batches(left, to_come)
         while left:
-            count = self._receive(left[:_MOST_PARTS])
+            count = self._receive(left[:MOST])
             if count == 0:
                 break
             to_come -= count
@@ -235,7 +237,7 @@ class Connection:
         try:
             while to_come > _BATCH:
                 asked = to_come - _BATCH
-                parts, asked = _first_of(left, asked)
+                parts, asked = first_of(left, asked)
                 count = self._receive(parts)
                 self._batch = count >= min(_BATCH, asked)
                 to_come -= count
@@ -337,22 +339,6 @@ def converse(connection: Connection, head: bytes, body: memoryview | None) -> He
     return answer
 
 
-def advance(left: list[memoryview], count: int) -> None:
-    """Take `count` bytes that were moved off the front of `left`, none of which is empty."""
-    if len(left) == 1:
-        left[0] = left[0][count:]
-        if not left[0]:
-            left.clear()
-        return
-    whole = 0
-    while whole < len(left) and count >= len(left[whole]):
-        count -= len(left[whole])
-        whole += 1
-    del left[:whole]
-    if count:
-        left[0] = left[0][count:]
-
-
 def _timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
@@ -374,15 +360,3 @@ def parse_head(head: bytes, rest: bytes) -> Head:
         else:
             headers[name] = [found[2].strip(" \t")]
     return Head(int(match[1]), headers, rest)
-
-
-def _first_of(views: Sequence[memoryview], most: int) -> tuple[list[memoryview], int]:
-    """The beginning of the views, no more than `most` bytes and than the kernel takes at once, and how many bytes."""
-    found: list[memoryview] = []
-    left = most
-    for view in views[:_MOST_PARTS]:
-        if not left:
-            break
-        found.append(view[:left])
-        left -= len(found[-1])
-    return found, most - left

@@ -16,12 +16,12 @@ from kvctl.memory.buffers import PAGE, HostBuffer, address_of
 from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfig
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
+from kvctl.transports.views import MOST, advance, first_of
 from kvctl_file.store import FileStore, raise_from, version_of
 
 # One system call moves at most this much: a running operation notices a cancel between two of them.
 PIECE: Final = 64 << 20
 BOUNCE: Final = 4 << 20
-MOST_PARTS: Final = 1024  # IOV_MAX on Linux
 
 
 class FileTransport(ThreadedTransport):
@@ -29,7 +29,7 @@ class FileTransport(ThreadedTransport):
 
     def __init__(self, store: FileStore, *, direct: bool, threads: int) -> None:
         # one more in line for each thread: it goes on without waiting for the driver
-        capabilities = Capabilities(memory_kinds=HOST_KINDS, max_in_flight=2 * threads, scatter=not direct)
+        capabilities = Capabilities(memory_kinds=HOST_KINDS, max_in_flight=2 * threads, scatter=not direct, gather=True)
         super().__init__(capabilities, threads=threads)
         self._store = store
         self._direct = direct
@@ -93,21 +93,15 @@ class FileTransport(ThreadedTransport):
             done += moved
 
     def _read_parts(self, op: Op, path: str, fd: int) -> None:
-        offset, left = op.offset, list(op.parts)
+        offset, left = op.offset, [view for view in op.parts if len(view)]
         while left:
             if self.is_cancelled(op.id):
                 raise OpCancelledError
-            moved = os.preadv(fd, left[:MOST_PARTS], offset)
+            moved = os.preadv(fd, left[:MOST], offset)
             if moved == 0:
                 raise SizeMismatchError(f"{path} ended at byte {offset}, wanted up to {op.offset + op.length}")
             offset += moved
-            whole = 0
-            while whole < len(left) and moved >= len(left[whole]):
-                moved -= len(left[whole])
-                whole += 1
-            del left[:whole]
-            if moved:
-                left[0] = left[0][moved:]
+            advance(left, moved)
 
     def _read_direct(self, op: Op, path: str, buffered: int, view: memoryview) -> None:
         """The aligned middle by O_DIRECT, the ragged ends through the page cache. Memory that is not congruent
@@ -146,17 +140,19 @@ class FileTransport(ThreadedTransport):
         if op.offset != 0 or (op.object_size is not None and op.object_size != op.length):
             raise UsageError(f"the file transport writes whole objects ({op.key})")
         path = self._store.path(op.key)
-        view = op.view
+        left = [view for view in op.views if len(view)]
         try:
             with self._store.writing(op.key) as fd:
                 done = 0
-                while done < op.length:
+                while left:
                     if self.is_cancelled(op.id):
                         raise OpCancelledError
-                    piece = view[done : done + (PIECE if op.pace is None else PACED_PIECE)]
+                    piece, asked = first_of(left, PIECE if op.pace is None else PACED_PIECE)
                     if op.pace is not None:
-                        op.pace(len(piece))
-                    done += os.pwritev(fd, [piece], done)
+                        op.pace(asked)
+                    moved = os.pwritev(fd, piece, done)
+                    done += moved
+                    advance(left, moved)
         except OSError as problem:
             raise_from(problem, path)
 
