@@ -30,7 +30,7 @@ from kvctl.transfer.lanes import LaneSet, open_lanes
 from kvctl.transfer.report import PathReport, Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import RunStats, StageClock, Task
-from kvctl.weights.load import STAGING
+from kvctl.weights.moving import STAGING
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import Run, scatter

@@ -1,9 +1,9 @@
 """Who reads what when many agents load the same at once. Pure: names and numbers in, decisions out.
 
-Every run of the load has an order of the agents, by rendezvous hashing over run and agent: the first of them that is
-alive reads it from the source, the others take it from whoever has it. All agents come to the same order without a
-word to each other, so each byte is read from the source once; when one dies, its runs move to others, evenly, and
-nothing else does.
+Every run of the load has an order of the agents: the first of them that is alive reads it from the source, the others
+take it from whoever has it. First comes each in turn, so that shares are equal; then the others by rendezvous hashing
+over run and agent. All agents come to the same order without a word to each other, so each byte is read from the source
+once; when one dies, its runs move to the others, evenly, and nothing else does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 
 def order(run: int, agents: Sequence[str]) -> list[str]:
     """The agents in the order in which they answer for a run."""
-    return sorted(agents, key=lambda agent: (_score(run, agent), agent))
+    first = sorted(agents)[run % len(agents)]
+    return [first, *sorted(set(agents) - {first}, key=lambda agent: (_score(run, agent), agent))]
 
 
 def _score(run: int, agent: str) -> int:

@@ -48,16 +48,28 @@ def test_every_run_has_one_reader_and_only_a_dead_agents_runs_move(
                 assert after == before
 
 
-@given(st.integers(2, 8))
-def test_shares_are_even(agents: int) -> None:
+@given(st.integers(3, 8), st.data())
+def test_shares_are_equal_and_a_dead_agents_share_is_spread(agents: int, data: st.DataObject) -> None:
     names = [f"host{number}:7781" for number in range(agents)]
-    first = [order(run, names)[0] for run in range(800)]
-    assert min(first.count(name) for name in names) > 800 / agents / 2
+    orders = [order(run, names) for run in range(400 * agents)]
+    first = [found[0] for found in orders]
+    assert {first.count(name) for name in names} == {400}
+    dead = data.draw(st.sampled_from(names))
+    heirs = [found[1] for found in orders if found[0] == dead]
+    assert min(heirs.count(name) for name in names if name != dead) > 400 / agents / 3
 
 
-def fan(agent: AgentProcess, source: str, peers: Sequence[str], *, patience: float = 60.0) -> Report:
+PATIENT = {"timeout": "60", "connect_timeout": "60"}  # a slow machine is no dead peer
+
+
+def fan(
+    agent: AgentProcess, source: str, peers: Sequence[str], *, patience: float = 60.0, patient: bool = True
+) -> Report:
     target = SlotTarget("m", SlotOptions(source=source), socket=agent.socket)
-    return load_with_peers(LoadRequest(source, into="slot:m"), target, peers, Context(), patience=patience, stall=20.0)
+    return load_with_peers(
+        LoadRequest(source, into="slot:m"), target, peers, Context(), patience=patience,
+        options=PATIENT if patient else None,
+    )  # fmt: skip
 
 
 def test_eight_agents_read_the_source_once_together(start: Start, tmp_path: Path) -> None:
@@ -107,7 +119,9 @@ def test_an_agent_that_fails_half_way_is_replaced_and_only_what_is_missing_is_re
     dying = loader(victim, str(tmp_path / "m"), peers, tmp_path, "8MB")
     try:
         with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(fan, agent, str(tmp_path / "m"), peers) for agent in others]
+            running = [
+                pool.submit(fan, agent, str(tmp_path / "m"), peers, patient=how == signal.SIGKILL) for agent in others
+            ]
             eventually(lambda: any(item["landed_runs"] for item in victim.ls()), "the victim has landed something")
             victim.process.send_signal(how)
             dying.send_signal(how)
@@ -122,11 +136,11 @@ def test_an_agent_that_fails_half_way_is_replaced_and_only_what_is_missing_is_re
     for report in reports:
         share = report.extra["fanout"]
         assert share["source_bytes"] + sum(share["peer_bytes"].values()) == model
-        assert set(share["lost_peers"]) <= {victim.place}
+        assert how != signal.SIGKILL or set(share["lost_peers"]) <= {victim.place}
     # the first who notices takes its share, and the other may have it from him before noticing
     assert any(report.extra["fanout"]["lost_peers"] for report in reports)
-    # what the victim had read and passed on was not read again by both
-    assert sum(report.extra["fanout"]["source_bytes"] for report in reports) <= model
+    if how == signal.SIGKILL:  # one that says nothing may also be a slow one
+        assert sum(report.extra["fanout"]["source_bytes"] for report in reports) <= model
 
 
 def test_a_peer_that_never_comes_is_done_without(start: Start, tmp_path: Path) -> None:
