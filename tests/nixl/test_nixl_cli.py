@@ -48,6 +48,19 @@ def test_a_load_by_nixl_posix(kvctl: Kvctl, model: Path, options: list[str]) -> 
     assert same(model, model.parent / "copy")
 
 
+@pytest.mark.parametrize("name", ["nixl-posix", "nixl-obj"])
+def test_a_model_of_a_repo_verified_in_full(kvctl: Kvctl, model: Path, server: FaultyS3, name: str) -> None:
+    where = "./repo" if name == "nixl-posix" else "s3://bucket/repo"
+    on = ["-r", where] if name == "nixl-posix" else ["-r", where, "--endpoint-url", server.endpoint]
+    for args in (["repo", "init", *on], ["push-weights", model, "m", *on]):
+        done = kvctl(*args)
+        assert done.code == 0, done.err
+    done = kvctl("load-weights", "m", *on, "--transport", name, "--verify", "full", "--into", "dir:copy", "-o", "json")
+    assert (done.code, done.err) == (0, "")
+    assert done.document["transport"][0]["name"] == name
+    assert same(model, model.parent / "copy")
+
+
 def test_auto_takes_the_file_transport_and_says_what_it_passed_over(kvctl: Kvctl, model: Path) -> None:
     (report,) = kvctl("load-weights", model, "-o", "json").document["transport"]
     assert report["name"] == "file"

@@ -395,6 +395,24 @@ def test_a_reader_that_takes_no_answers_holds_up_nobody() -> None:
             assert read_one(transport, "x", 0, SIZE)[0] == bytes(SIZE)
 
 
+def test_readers_that_come_and_go_leave_nothing_behind() -> None:
+    buffer = HostBuffer(4096)
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with Source() as source:
+        source.publish("x", buffer)
+        for number in range(12):
+            if number == 2:
+                until(lambda: not source._sinks)
+                first = held()
+            with reading(source.url, mode="push") as (store, transport):
+                assert store.stat("x").size == 4096
+                assert read_one(transport, "x", 0, 4096)[0] == bytes(4096)
+        until(lambda: not source._sinks and held() <= first)
+
+
 def test_more_readers_than_allowed_are_turned_away() -> None:
     with Source(most_sinks=2) as source, contextlib.ExitStack() as stack:
         for _ in range(2):
