@@ -19,8 +19,8 @@ from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.transport_contract import drive
 from kvctl.transports.api import Op, Status
-from kvctl.transports.registry import choose, open_store, probe, transport_specs
-from kvctl_nixl import files, gds, library, posix, probes
+from kvctl.transports.registry import Probe, choose, open_store, probe, transport_specs
+from kvctl_nixl import files, gds, library, memory, posix, probes
 from kvctl_nixl.agent import Agent
 from kvctl_nixl.posix import NixlPosix, open_transport
 from kvctl_nixl.quarantine import QUARANTINE
@@ -268,6 +268,57 @@ def test_gds_keeps_to_file_systems_that_it_supports(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     if os.path.ismount("/proc"):
         assert gds.file_system_of("/proc/self") == "proc"
+
+
+class OutOfReach:
+    """Stands in for GPU memory: an address, and no view."""
+
+    kind = "cuda"
+
+    def __init__(self, nbytes: int) -> None:
+        self.inner = HostBuffer(nbytes)
+        self.nbytes, self.address = nbytes, self.inner.address
+
+    @property
+    def view(self) -> memoryview:
+        raise TypeError("memory of a GPU has no view")
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_gds_moves_bytes_without_looking_at_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the back end: that needs a GPU, so NIXL's POSIX one takes its place."""
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def posix_instead(backend: str, params: dict[str, str], *, build: str) -> Agent:
+        asked.append((backend, params))
+        return Agent("POSIX", {"use_uring": "true"}, build=build)
+
+    monkeypatch.setattr(files, "Agent", posix_instead)
+    monkeypatch.setattr(gds, "probe_gds", lambda: Probe(available=True))
+    monkeypatch.setattr(gds, "device_of", lambda address: 0)
+    monkeypatch.setattr(gds, "_set_up", lambda options: None)
+    monkeypatch.setitem(memory.KINDS, "cuda", "DRAM")
+    config = StoreConfig(f"file://{folder}")
+    store = open_store(config)
+    buffer = OutOfReach(65536)
+    with closing(gds.open_transport(config, store, None, {"request": "1048576"})) as transport:
+        assert asked == [("GDS", {"max_request_size": "1048576"})]
+        transport.register(buffer)
+        version = store.stat("k").version
+        ops = [
+            Op(1, "read", "k", 4096, 8192, buffer, 4096, version, SIZE),
+            Op(2, "write", "new", 0, 12288, buffer, object_size=12288),
+            Op(3, "read", "k", 0, SIZE + 4096, buffer),
+            Op(4, "read", "none", 0, 4096, buffer),
+        ]
+        done = {op.id: drive(transport, [op])[op.id] for op in ops}
+    assert [done[number].status for number in (1, 2, 3, 4)] == [Status.DONE, Status.DONE, Status.FAILED, Status.FAILED]
+    assert bytes(buffer.inner.view[4096:12288]) == DATA[4096:12288]
+    assert (folder / "new").read_bytes() == bytes(4096) + DATA[4096:12288]
+    with pytest.raises(EnvError):
+        transport.register(HostBuffer(10))
 
 
 def test_cufile_gets_a_log_of_its_own_and_no_silent_detour(monkeypatch: pytest.MonkeyPatch) -> None:
