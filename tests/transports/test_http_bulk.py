@@ -236,7 +236,7 @@ def test_a_bad_answer_fails_its_read_and_spoils_no_other(
     peers: Callable[..., tuple[Peer, HttpTransport]], script: Script, kind: type[KvctlError], key: str, touched: bool
 ) -> None:
     peer, transport = peers(script)
-    done = one(transport, key=key, whole=not touched)
+    done = one(transport, key=key, length=100, whole=not touched)
     assert (done.status, type(done.error), done.requests) == (Status.FAILED, kind, 1)
     assert one(transport, key=key).status is Status.DONE
     assert peer.connections == 2
@@ -324,14 +324,13 @@ def test_what_a_worker_ends_wakes_who_waits_for_a_small_read(
 ) -> None:
     holding = threading.Event()
 
-    def holds(peer: socket.socket, first: int, last: int) -> None:
-        assert holding.wait(30)
-        good(peer, first, last)
+    def answer(peer: socket.socket, first: int, last: int) -> None:
+        if last > INLINE - 1:
+            peer.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        elif holding.wait(30):
+            good(peer, first, last)
 
-    def large(peer: socket.socket, first: int, last: int) -> None:
-        peer.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-
-    _, transport = peers(holds, large)
+    _, transport = peers(answer, answer)
     buffer = GuardedBuffer(INLINE + 1)
     transport.submit([Op(1, "read", "k", 0, 1000, buffer)])
     transport.submit([Op(2, "read", "k", 0, INLINE + 1, buffer)])

@@ -68,20 +68,16 @@ class HttpTransport(ThreadedTransport):
             if not self._idle:
                 return False
             connection = self._idle.pop()
+        head = b""
         try:
-            sent = not connection.is_stale()
-            if sent:
-                connection.send(self._dialect.read_head(op))
-        except (OSError, KvctlError):
-            sent = False  # a worker meets it again, and tells
-        except BaseException:
-            connection.close()
-            raise
-        if sent:
-            self._inline.add(op, connection)
-        else:
-            connection.close()
-        return sent
+            if not connection.is_stale():
+                head = self._dialect.read_head(op)
+        except KvctlError:
+            pass  # a worker meets it again, and tells
+        finally:
+            if not head:
+                connection.close()
+        return bool(head) and self._inline.start(op, connection, head)
 
     def poll(self, timeout: float | None) -> list[Completion]:
         until = None if timeout is None else time.monotonic() + timeout

@@ -64,7 +64,7 @@ HandOver = Callable[[Op, Connection | None, Head | None], None]
 
 
 class InlineReads:
-    """`step` belongs to the thread that polls; `add`, `cancel` and `close` may be called by others."""
+    """`start` and `step` belong to the thread that polls; `wake`, `cancel` and `close` may be called by others."""
 
     def __init__(self, dialect: Dialect, *, give_back: Callable[[Connection], None], hand_over: HandOver) -> None:
         self._dialect = dialect
@@ -80,23 +80,36 @@ class InlineReads:
 
     @property
     def busy(self) -> bool:
-        return bool(self._readings) or bool(self._ended)
+        with self._lock:  # another thread may be just moving one from here to there
+            return bool(self._readings or self._ended)
 
-    def add(self, op: Op, connection: Connection) -> None:
-        """The request for `op` has been sent on `connection`, which is ours from now on."""
+    def start(self, op: Op, connection: Connection, head: bytes) -> bool:
+        """Send the request of `op` on `connection`, which is ours from now on; False when it is a worker's to do."""
         reading = Reading(op, connection)
         reading.deadline += self._dialect.timeout
-        number = reading.number
-        with self._lock:
+        with self._lock:  # first, so that a cancel that comes while it is sent finds it
             if self._closed:
                 connection.close()
                 self._ended.append(_cancelled(reading))
-                return
+                return True
             if self._wake < 0:
                 self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._poller.register(self._wake, select.POLLIN)
-            self._readings[number] = reading
-            self._poller.register(number, select.POLLIN)
+            self._readings[reading.number] = reading
+            self._poller.register(reading.number, select.POLLIN)
+        try:
+            connection.send(head)
+        except OSError:
+            with self._lock:
+                if self._readings.get(reading.number) is not reading:  # closed meanwhile, and told
+                    return True
+                if reading.cancelled:
+                    self._end(reading, Status.CANCELLED)
+                    return True
+                self._forget(reading)
+            connection.close()
+            return False
+        return True
 
     def wake(self) -> None:
         """Make `step` return: another thread has something for the one that polls."""
