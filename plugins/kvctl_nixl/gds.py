@@ -21,7 +21,7 @@ from kvctl.transports.options import check_names, choice, number
 from kvctl_nixl.files import PIECE, NixlFiles
 from kvctl_nixl.memory import Known
 from kvctl_nixl.places import FilePlace, bare
-from kvctl_nixl.probes import CUDA_DRIVER, probe_gds
+from kvctl_nixl.probes import BUILDS, CUDA_DRIVER, CUFILE, has_library, installed, probe_gds, runtime_of, wheel_library
 
 _REQUEST: Final = 4 << 20  # bytes of one cuFile request; a transfer has 16 of them in flight
 _ORDINAL: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -110,6 +110,17 @@ def _set_up(options: Mapping[str, str]) -> None:
         os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", compat)
 
 
+def _preload(*libraries: str) -> None:
+    """Load what is in NVIDIA's wheels: NIXL's plug-in would not find it. Raises EnvError."""
+    for name in libraries:
+        path = wheel_library(name)
+        if path is not None:
+            try:
+                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            except OSError as problem:
+                raise EnvError(f"{name} cannot be loaded", cause=str(problem), hint="reinstall its package") from None
+
+
 def open_transport(config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]) -> NixlGds:
     """Options: backend=gds|gds_mt, threads, request (bytes), compat=false|true, build=auto|cu12|cu13."""
     if endpoint is not None:
@@ -120,7 +131,10 @@ def open_transport(config: StoreConfig, store: Store, endpoint: str | None, opti
     if not found.available:
         # without a driver the back end would never come back
         raise EnvError("transport nixl-gds is not available", cause=found.reason, hint=found.hint)
+    if build == "auto":
+        build = next(name for name in BUILDS if installed(name) and has_library(runtime_of(name)))
     _set_up(options)
+    _preload(runtime_of(build), CUFILE)
     return NixlGds(
         bare(store, "path", "writing"),
         threads=number(options, "threads", 1, 1, 16),

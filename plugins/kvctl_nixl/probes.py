@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ OLDEST: Final = (1, 5, 1)
 INSTALL: Final = "pip install 'kvctl[nixl]'"
 _IO_URING_SETUP: Final = 425  # the same number on every architecture
 CUDA_DRIVER: Final = "libcuda.so.1"
-_CUFILE: Final = "libcufile.so.0"
+CUFILE: Final = "libcufile.so.0"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -70,15 +71,33 @@ def io_uring_refusal() -> str:
 
 
 def has_library(name: str) -> bool:
-    """Whether a shared library is where the linker looks, without loading it."""
+    """Whether a shared library is where the linker looks, or in one of NVIDIA's wheels, without loading it."""
     folders = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
     if any(os.path.exists(os.path.join(folder, name)) for folder in folders):
         return True
     try:
         with open("/etc/ld.so.cache", "rb") as file:
-            return name.encode() + b"\0" in file.read()
+            if name.encode() + b"\0" in file.read():
+                return True
     except OSError:
-        return False
+        pass
+    return wheel_library(name) is not None
+
+
+def wheel_library(name: str) -> str | None:
+    """The path of a library of NVIDIA's wheels (nvidia-cufile-cu12, nvidia-cuda-runtime-cu12, ..): the linker does not
+    look there, so it has to be loaded by its path before what needs it.
+    """
+    spec = find_spec("nvidia")
+    for base in (spec.submodule_search_locations if spec is not None else None) or ():
+        for found in sorted(glob.glob(os.path.join(glob.escape(base), "*", "lib", name))):
+            return found
+    return None
+
+
+def runtime_of(build: str) -> str:
+    """The CUDA runtime that the plug-ins of a build are linked to."""
+    return f"libcudart.so.{build.removeprefix('cu')}"
 
 
 def probe_gds() -> Probe:
@@ -91,7 +110,14 @@ def probe_gds() -> Probe:
             reason="no NVIDIA driver (libcuda.so.1, /dev/nvidiactl)",
             hint="it runs on hosts with an NVIDIA GPU",
         )
-    if not has_library(_CUFILE):
+    here = [build for build in BUILDS if installed(build)]
+    if not any(has_library(runtime_of(build)) for build in here):
+        return Probe(
+            available=False,
+            reason=f"{' or '.join(map(runtime_of, here))} is not installed",
+            hint=f"install the CUDA runtime that nixl-{here[0]} is built for, or the other build of NIXL",
+        )
+    if not has_library(CUFILE):
         return Probe(
             available=False,
             reason="libcufile.so.0 is not installed",

@@ -248,8 +248,11 @@ def test_gds_is_refused_before_anything_that_could_hang(folder: Path, monkeypatc
             gds.open_transport(config, open_store(config), None, {})
         assert "no NVIDIA driver" in str(found.value)
     real = os.path.exists
-    monkeypatch.setattr(probes, "has_library", lambda name: name == probes.CUDA_DRIVER)
+    here = {probes.CUDA_DRIVER}
+    monkeypatch.setattr(probes, "has_library", lambda name: name in here)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or real(path))
+    assert "libcudart.so.1" in probes.probe_gds().reason
+    here |= {"libcudart.so.12", "libcudart.so.13"}
     assert "libcufile" in probes.probe_gds().reason
     monkeypatch.setattr(probes, "has_library", lambda name: True)
     if not real("/proc/driver/nvidia-fs"):
@@ -268,6 +271,19 @@ def test_gds_keeps_to_file_systems_that_it_supports(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     if os.path.ismount("/proc"):
         assert gds.file_system_of("/proc/self") == "proc"
+
+
+def test_libraries_in_wheels_are_found_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "nvidia" / "cufile" / "lib" / "libkvctl-none.so.0"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"no library")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert probes.wheel_library("libkvctl-none.so.0") == str(place)
+    assert probes.has_library("libkvctl-none.so.0")
+    assert not probes.has_library("libkvctl-none.so.1")
+    with pytest.raises(EnvError) as found:
+        gds._preload("libkvctl-none.so.1", "libkvctl-none.so.0")
+    assert "libkvctl-none.so.0 cannot be loaded" in str(found.value)
 
 
 class OutOfReach:
@@ -297,6 +313,8 @@ def test_gds_moves_bytes_without_looking_at_them(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(files, "Agent", posix_instead)
     monkeypatch.setattr(gds, "probe_gds", lambda: Probe(available=True))
+    monkeypatch.setattr(gds, "has_library", lambda name: True)
+    monkeypatch.setattr(gds, "wheel_library", lambda name: None)
     monkeypatch.setattr(gds, "device_of", lambda address: 0)
     monkeypatch.setattr(gds, "_set_up", lambda options: None)
     monkeypatch.setitem(memory.KINDS, "cuda", "DRAM")
