@@ -259,7 +259,7 @@ class _Copying:
         try:
             for batch in _batches(missing, lambda ref: ref.size):
                 datas = self._read(batch)
-                found |= self.writer.store([(ref.digest, datas[ref.name]) for ref in batch])
+                found |= self.writer.store({ref.digest: (datas[ref.name],) for ref in batch})
                 self.ctx.progress.advance(sum(ref.size for ref in batch))
         finally:
             self.ctx.progress.end()
@@ -329,7 +329,7 @@ class _Copying:
                             datas[use.chunk.name], self.session.manifest.ns, blocks, use.blocks, use.chunk.key
                         )
                     packs.append((use, digest_of(data), data))
-                refs = self.writer.store([(digest, data) for _, digest, data in packs])
+                refs = self.writer.store({digest: (data,) for _, digest, data in packs})
                 for use, digest, data in packs:
                     header = int.from_bytes(data[12:16], "little")
                     made.append(replace(use, chunk=refs[digest], total=use.blocks, header=header))

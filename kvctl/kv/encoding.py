@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvctl.kv.cutting import Cut
-from kvctl.kv.fragments import plain_size
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.packgeometry import PackGeometry
-from kvctl.kv.packs import encode_pack
+from kvctl.kv.packs import encode_parts
 from kvctl.kv.seams import KvSource
 from kvctl.kv.tokens import BlockKey
 from kvctl.kv.views import TokenView
 
 
-def most_bytes(descriptor: Descriptor, cut: Cut, blocks: int) -> int:
-    """How large the pack of a cut of so many blocks can become."""
-    return plain_size(PackGeometry.default(descriptor, cut.group, blocks))
-
-
 def encode_cut(
-    descriptor: Descriptor, cut: Cut, blocks: Sequence[BlockKey], source: KvSource, codec: str, out: memoryview
-) -> tuple[int, int]:
-    """Make the pack at the beginning of `out`, which has room for `most_bytes`. (its size, the size of its header).
-    See `encode_pack` for what it raises.
-    """
+    descriptor: Descriptor, cut: Cut, blocks: Sequence[BlockKey], source: KvSource, codec: str
+) -> tuple[list[memoryview], int]:
+    """(the pack's bytes in turn, the size of its header). See `encode_parts`, also for what it raises."""
     geometry = PackGeometry.default(descriptor, cut.group, len(blocks))
     total = len(source.tokens)
     recurrent = geometry.group.recurrent
@@ -35,5 +27,4 @@ def encode_cut(
         return TokenView(data, 0, 1) if recurrent else TokenView(data, kv.start, total - kv.start)
 
     first = None if recurrent else cut.first
-    pack = encode_pack(geometry, descriptor.digest, blocks, view, codec, first=first, out=out)
-    return len(pack), geometry.header_size
+    return encode_parts(geometry, descriptor.digest, blocks, view, codec, first=first), geometry.header_size

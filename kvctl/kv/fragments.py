@@ -95,11 +95,6 @@ def _plain_columns(
     return offsets, sizes, (offsets, [size | size << 32 for size in sizes], [kind] * len(places)), at
 
 
-def plain_size(geometry: PackGeometry) -> int:
-    """Bytes of a pack whose fragments are all stored raw: the largest that a pack of this geometry has."""
-    return _plain_columns(geometry.places(), geometry.header_size, geometry.element)[3]
-
-
 def plain_table(geometry: PackGeometry) -> FragmentTable:
     """The fragments of any pack of this geometry that stores all of them raw; their checksums are not known here."""
     places = geometry.places()

@@ -24,7 +24,7 @@ from kvctl.kv.fragments import Fragment, FragmentTable, parse_fragments
 from kvctl.kv.identity import Group
 from kvctl.kv.packgeometry import BLOCK, FIXED, FRAGMENT, PAGE, PackGeometry, Place, aligned
 from kvctl.kv.tokens import TOKEN_HMAC_SIZE, BlockKey
-from kvctl.kv.views import Source, TokenView, check_view, gather
+from kvctl.kv.views import Source, TokenView, check_view, gather, lying_together
 
 __all__ = [
     "Fragment",
@@ -36,6 +36,7 @@ __all__ = [
     "TokenView",
     "decode_fragment",
     "encode_pack",
+    "encode_parts",
     "header_size",
     "parse_pack_header",
     "ranges",
@@ -90,11 +91,35 @@ def encode_pack(
     first: int | None = None,
     out: memoryview | None = None,
 ) -> memoryview:
-    """The pack's bytes. `ns`: nsdigest, hex. `blocks`: consecutive, as many as the geometry says. `first`: the first
-    token that is there, where a window's KV sets in inside the first block; what is before it becomes zeros. `out`:
-    writable bytes, at least `geometry.bound`, used instead of new memory; the result is its beginning. A fragment that
-    a codec does not make smaller is stored raw, and recurrent states never take the lossy codec. Raises UsageError for
-    blocks or views that do not fit, EnvError when the codec's library is missing.
+    """The pack's bytes in one piece. `out`: writable bytes, at least `geometry.bound`, used instead of new memory; the
+    result is its beginning. See `encode_parts`.
+    """
+    bound = geometry.bound
+    if out is None:
+        out = memoryview(bytearray(bound))
+    elif len(out) < bound:
+        raise UsageError(f"a pack of up to {bound} bytes does not fit in {len(out)}")
+    at = 0
+    for part in encode_parts(geometry, ns, blocks, source, codec, first=first):
+        out[at : at + len(part)] = part
+        at += len(part)
+    return out[:at]
+
+
+def encode_parts(
+    geometry: PackGeometry,
+    ns: str,
+    blocks: Sequence[BlockKey],
+    source: Source,
+    codec: str = codecs.NONE,
+    *,
+    first: int | None = None,
+) -> list[memoryview]:
+    """The pack's bytes in turn: raw fragments are the source's own memory where its rows lie together there. `ns`:
+    nsdigest, hex. `blocks`: consecutive, as many as the geometry says. `first`: the first token that is there, where a
+    window's KV sets in inside the first block; what is before it becomes zeros. A fragment that a codec does not make
+    smaller is stored raw, and recurrent states never take the lossy codec. Raises UsageError for blocks or views that
+    do not fit, EnvError when the codec's library is missing.
     """
     problem = geometry.fault() or _chain_fault(blocks, geometry)
     if problem:
@@ -105,46 +130,37 @@ def encode_pack(
     if geometry.group.recurrent and codec in codecs.LOSSY:
         codec = codecs.NONE
     codecs.check_codec(codec, geometry.dtype)
-    size = geometry.bound
-    if out is None:
-        out = memoryview(bytearray(size))
-    elif len(out) < size:
-        raise UsageError(f"a pack of up to {size} bytes does not fit in {len(out)}")
     encode = codecs.encoder(codec, geometry.dtype, geometry.element)
     at = geometry.header_size
     table: list[bytes] = []
-    scratch = memoryview(bytearray(0))
-    view = TokenView(scratch, 0, 0)
+    parts: list[memoryview] = [memoryview(b"")]  # the header's place
+    view = TokenView(memoryview(b""), 0, 0)
     seen: tuple[int, str] | None = None
     for place in geometry.places():
         if seen != (place.layer, place.part):
             seen = (place.layer, place.part)
             view = source(*seen)
             check_view(geometry, view, first, blocks[-1].end, *seen)
-        begin = aligned(at, place.raw)
-        if codec == codecs.NONE:
-            stored, used = out[begin : begin + place.raw], codec
-            gather(geometry, place, blocks, first, view, stored)
-        else:
-            if len(scratch) < place.raw:
-                scratch = memoryview(bytearray(place.raw))
-            raw = scratch[: place.raw]
+        raw = lying_together(geometry, place, blocks, first, view)
+        if raw is None:
+            raw = memoryview(bytearray(place.raw))
             gather(geometry, place, blocks, first, view, raw)
+        stored, used = raw, codecs.NONE
+        if codec != codecs.NONE:
             coded = encode(raw)
-            used = codec if len(coded) < place.raw else codecs.NONE
-            if used == codecs.NONE:
-                coded = raw
-            begin = aligned(at, len(coded))
-            stored = out[begin : begin + len(coded)]
-            stored[:] = coded
-        out[at:begin] = bytes(begin - at)
+            if len(coded) < place.raw:
+                stored, used = memoryview(coded), codec
+        begin = aligned(at, len(stored))
+        if begin > at:
+            parts.append(memoryview(bytes(begin - at)))
+        parts.append(stored)
         checksum = xxhash.xxh3_64_intdigest(stored)
         table.append(
             FRAGMENT.pack(begin, len(stored), place.raw, codecs.CODECS.index(used), geometry.element, checksum)
         )
         at = begin + len(stored)
-    out[: geometry.header_size] = _header(geometry, ns, blocks, table, at, first - blocks[0].start)
-    return out[:at]
+    parts[0] = memoryview(_header(geometry, ns, blocks, table, at, first - blocks[0].start))
+    return parts
 
 
 def _header(

@@ -2,12 +2,11 @@
 
 Order: packs, then index nodes, then the manifest. Interrupted anywhere, no generation is visible, and running it
 again writes only what is missing. Packs are encoded and written in batches, so memory is bounded whatever the session
-measures.
+measures; raw KV is hashed and written where the source has it.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,16 +22,15 @@ from kvctl.kv import sessions
 from kvctl.kv.access import adopt_key, write_descriptor
 from kvctl.kv.codecs import check_codec
 from kvctl.kv.cutting import Cut, GroupPlan, pack_target, plan_group
-from kvctl.kv.encoding import encode_cut, most_bytes
+from kvctl.kv.encoding import encode_cut
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import Finder, PackUse, Stored, full_groups, make_nodes, write_nodes
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
 from kvctl.kv.seams import KvSource
 from kvctl.kv.tokens import BlockKey, chain, token_bytes, token_hmac
-from kvctl.kv.writing import ChunkWriter, Made, make_manifest
-from kvctl.memory.buffers import HostBuffer, round_up
-from kvctl.repo.chunks import ChunkRef, digest_of
+from kvctl.kv.writing import ChunkWriter, make_manifest
+from kvctl.repo.chunks import ChunkRef, digest_of, digest_of_parts
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.lanes import LaneSet, open_lanes
@@ -40,7 +38,7 @@ from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import StageClock
 
-BATCH: Final = 128 << 20  # payload bytes of packs that are written together; twice that is in memory
+BATCH: Final = 128 << 20  # payload bytes of packs that are written together, and of those encoded meanwhile
 FEW: Final = 32  # packs per batch: each is looked up by a request of its own
 
 
@@ -101,12 +99,12 @@ def named(address: str) -> SessionName:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Packs that are being encoded into `buffer`: each with the size of its header."""
+class _Made:
+    """A pack: its bytes in turn, most of them the source's own memory."""
 
-    cuts: Sequence[Cut]
-    buffer: HostBuffer
-    packs: Sequence[Future[tuple[Made, int]]]
+    digest: str
+    parts: Sequence[memoryview]
+    header: int
 
 
 class _Pushing:
@@ -139,13 +137,10 @@ class _Pushing:
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-pack")
         self.lanes: LaneSet = open_lanes(repo.up, max_rate=request.max_rate)
         self.writer = ChunkWriter(push, self.lanes, ctx, budget=request.max_in_flight_bytes, max_rate=request.max_rate)
-        self.buffers: list[HostBuffer] = []
         self.packs_written = 0
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
-        for buffer in self.buffers:
-            buffer.close()
         self.lanes.close()
         self.writer.close()
 
@@ -318,59 +313,44 @@ class _Pushing:
         return self.blocks[cut.begin // size : -(-cut.end // size)]
 
     def _write_all(self, batches: Iterable[Sequence[Cut]]) -> list[PackUse]:
-        """Write the packs of all batches: while one is written, the next is encoded into the other of two buffers."""
+        """Write the packs of all batches: while one is written, the next is encoded."""
         uses: list[PackUse] = []
-        ahead: _Batch | None = None
-        spare: HostBuffer | None = None
+        ahead: tuple[Sequence[Cut], Sequence[Future[_Made]]] = ((), ())
         for cuts in batches:
             self.ctx.cancel.check("pushing")
-            following = self._encode_all(cuts, spare)
-            spare = None
-            if ahead is not None:
-                uses += self._write(ahead)
-                spare = ahead.buffer
+            following = (cuts, [self.pool.submit(self._encode, cut) for cut in cuts])
+            uses += self._write(*ahead)
             ahead = following
-        if ahead is not None:
-            uses += self._write(ahead)
-        return uses
+        return uses + self._write(*ahead)
 
-    def _encode_all(self, cuts: Sequence[Cut], spare: HostBuffer | None) -> _Batch:
-        """Begin to encode, each pack in a place of its own."""
-        sizes = [round_up(most_bytes(self.descriptor, cut, len(self._blocks_of(cut)))) for cut in cuts]
-        buffer = spare
-        if buffer is None or buffer.nbytes < sum(sizes):
-            buffer = HostBuffer(sum(sizes))
-            self.buffers.append(buffer)
-        starts = itertools.accumulate(sizes, initial=0)
-        packs = [self.pool.submit(self._encode, cut, buffer, start) for cut, start in zip(cuts, starts, strict=False)]
-        return _Batch(cuts, buffer, packs)
-
-    def _encode(self, cut: Cut, buffer: HostBuffer, start: int) -> tuple[Made, int]:
-        blocks = self._blocks_of(cut)
+    def _encode(self, cut: Cut) -> _Made:
         with self.clock.timed("encode"):
-            size, header = encode_cut(
-                self.descriptor, cut, blocks, self.request.source, self.request.codec, buffer.view[start:]
+            parts, header = encode_cut(
+                self.descriptor, cut, self._blocks_of(cut), self.request.source, self.request.codec
             )
         with self.clock.timed("digest"):
-            return Made(digest_of(buffer.view[start : start + size]), buffer, start, size), header
+            return _Made(digest_of_parts(parts), parts, header)
 
-    def _write(self, batch: _Batch) -> list[PackUse]:
-        packs = [pack.result() for pack in batch.packs]
+    def _write(self, cuts: Sequence[Cut], making: Sequence[Future[_Made]]) -> list[PackUse]:
+        if not cuts:
+            return []
+        packs = [pack.result() for pack in making]
         before = self.writer.chunks
-        refs = self.writer.store_made([made for made, _ in packs])
+        refs = self.writer.store({made.digest: made.parts for made in packs})
         self.packs_written += self.writer.chunks - before
-        self.ctx.progress.advance(sum(self._payload(cut) for cut in batch.cuts))
+        self.ctx.progress.advance(sum(self._payload(cut) for cut in cuts))
         uses = []
-        for cut, (made, header) in zip(batch.cuts, packs, strict=True):
+        for cut, made in zip(cuts, packs, strict=True):
             blocks = len(self._blocks_of(cut))
-            uses.append(PackUse(cut.group, cut.first, cut.end - cut.first, blocks, blocks, header, refs[made.digest]))
+            chunk = refs[made.digest]
+            uses.append(PackUse(cut.group, cut.first, cut.end - cut.first, blocks, blocks, made.header, chunk))
         return uses
 
     def _write_tokens(self) -> ChunkRef | None:
         if not self.request.with_tokens:
             return None
         digest = digest_of(self.flat)
-        return self.writer.store([(digest, self.flat)])[digest]
+        return self.writer.store({digest: (self.flat,)})[digest]
 
     def _manifest(
         self, rows: Sequence[PackUse], index: Sequence[bytes], tokens_ref: ChunkRef | None

@@ -125,7 +125,7 @@ class _Repacking:
             self.ctx.progress.note(f"pack {name} is not repacked: {problem}")
             return None
         digest = digest_of(data)
-        ref = writer.store([(digest, data)])[digest]
+        ref = writer.store({digest: (data,)})[digest]
         self.freed += pack.ref.size - ref.size if name not in self.done else 0
         self.done[name] = ref, int.from_bytes(data[12:16], "little")
         return self.done[name]

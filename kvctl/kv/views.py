@@ -44,6 +44,20 @@ def check_view(geometry: PackGeometry, view: TokenView, first: int, end: int, la
         )
 
 
+def lying_together(
+    geometry: PackGeometry, place: Place, blocks: Sequence[BlockKey], first: int, view: TokenView
+) -> memoryview | None:
+    """The fragment's bytes as a piece of the view; None where they are not one, or zeros fill a block."""
+    if geometry.group.recurrent:
+        return view.data
+    begin, rows = blocks[place.block].start, (place.end_block - place.block) * geometry.rows
+    if place.end_head - place.head > 1 or begin < first or begin + rows > blocks[place.end_block - 1].end:
+        return None
+    row = geometry.row(place.part)
+    at = ((place.head - view.first_head) * view.tokens + begin - view.start) * row
+    return view.data[at : at + rows * row]
+
+
 def gather(
     geometry: PackGeometry, place: Place, blocks: Sequence[BlockKey], first: int, view: TokenView, raw: memoryview
 ) -> None:

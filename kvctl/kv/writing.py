@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvctl.core.context import Context
@@ -12,22 +11,12 @@ from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import PackUse
 from kvctl.kv.manifest import PackRow, SessionManifest
 from kvctl.kv.names import SessionName
-from kvctl.memory.buffers import Buffer, HostBuffer
+from kvctl.memory.buffers import HostBuffer
 from kvctl.repo.chunks import ChunkRef
 from kvctl.repo.pushing import Push
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet
 from kvctl.transfer.tasks import Place, RunStats, Task
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A chunk's bytes: `size` of them at `offset` of a buffer of the caller's."""
-
-    digest: str
-    buffer: Buffer
-    offset: int
-    size: int
 
 
 class ChunkWriter:
@@ -41,49 +30,38 @@ class ChunkWriter:
         self._ctx = ctx
         self._budget = budget
         self._max_rate = max_rate
-        self._buffer = HostBuffer(0)
+        self._gathers = all(lane.transport.capabilities.gather for lane in lanes.lanes)
+        self._buffer = HostBuffer(0)  # for transports that do not gather
         self.stats = RunStats()
         self.written = 0
         self.chunks = 0
 
-    def store(self, datas: Sequence[tuple[str, memoryview]]) -> dict[str, ChunkRef]:
-        """As `store_made`, of bytes that lie anywhere: those that are written are copied first."""
-        wanted = dict(datas)
-        refs, fresh = self._look({digest: len(data) for digest, data in wanted.items()})
-        self._room(sum(ref.size for ref in fresh.values()))
-        made: list[Made] = []
-        at = 0
-        for digest, ref in fresh.items():
-            self._buffer.view[at : at + ref.size] = wanted[digest]
-            made.append(Made(digest, self._buffer, at, ref.size))
-            at += ref.size
-        return refs | self._write(made, fresh)
-
-    def store_made(self, datas: Sequence[Made]) -> dict[str, ChunkRef]:
-        """Digest -> chunk, all of them there when it returns. Each digest is looked up by a request of its own."""
-        wanted = {made.digest: made for made in datas}
-        refs, fresh = self._look({digest: made.size for digest, made in wanted.items()})
-        return refs | self._write([wanted[digest] for digest in fresh], fresh)
-
-    def _look(self, sizes: Mapping[str, int]) -> tuple[dict[str, ChunkRef], dict[str, ChunkRef]]:
-        """What the repo has, and what must be written, by digest."""
+    def store(self, datas: Mapping[str, Sequence[memoryview]]) -> dict[str, ChunkRef]:
+        """Digest -> chunk, all of them there when it returns; `datas`: the bytes of each in turn. Each digest is looked
+        up by a request of its own.
+        """
+        sizes = {digest: sum(map(len, parts)) for digest, parts in datas.items()}
         refs = self._push.find(sizes, one_by_one=True)
-        return refs, self._push.new_many({digest: size for digest, size in sizes.items() if digest not in refs})
-
-    def _write(self, datas: Sequence[Made], fresh: Mapping[str, ChunkRef]) -> dict[str, ChunkRef]:
+        fresh = self._push.new_many({digest: size for digest, size in sizes.items() if digest not in refs})
         tasks: list[Task] = []
         placing = []
-        for made in datas:
-            ref = fresh[made.digest]
+        at = 0
+        self._room(0 if self._gathers else sum(ref.size for ref in fresh.values()))
+        for digest, ref in fresh.items():
+            parts = tuple(datas[digest])
+            if not self._gathers:
+                self._fill(at, parts)
+                parts = ()
             for member in self._push.targets(ref):
                 place = (Place(member.index, ref.key),)
                 tasks.append(
                     Task(
-                        place, 0, ref.size, "write", object_size=ref.size, buffer=made.buffer,
-                        buffer_offset=made.offset,
+                        place, 0, ref.size, "write", object_size=ref.size, buffer=self._buffer, buffer_offset=at,
+                        parts=parts,
                     )
                 )  # fmt: skip
                 placing.append((ref, member))
+            at += 0 if self._gathers else ref.size
         if tasks:
             executor = Executor(self._lanes.lanes, self._ctx.quiet(), budget=self._budget, max_rate=self._max_rate)
             try:
@@ -95,7 +73,12 @@ class ChunkWriter:
             self._push.placed(ref, member)
         self.chunks += len(fresh)
         self._push.keep()
-        return dict(fresh)
+        return refs | fresh
+
+    def _fill(self, at: int, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            self._buffer.view[at : at + len(part)] = part
+            at += len(part)
 
     def _room(self, nbytes: int) -> None:
         if self._buffer.nbytes < nbytes:

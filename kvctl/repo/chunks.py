@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,6 +65,14 @@ def name_of_key(key: str) -> str | None:
 
 def digest_of(view: bytes | bytearray | memoryview) -> str:
     return blake3.blake3(view).hexdigest()
+
+
+def digest_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The digest of what the parts are one after the other."""
+    digest = blake3.blake3()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def leaf_count(size: int) -> int:

@@ -25,7 +25,7 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.kv.access import secret_of
 from kvctl.kv.cutting import Cut
-from kvctl.kv.encoding import encode_cut, most_bytes
+from kvctl.kv.encoding import encode_cut
 from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.index import PackUse, make_nodes, node_key
 from kvctl.kv.names import SessionName
@@ -110,10 +110,8 @@ def _push_tiny(repo: tuple[StoreConfig, ...], ctx: Context) -> None:
 def _write(place: str, secret: bytes, number: int) -> None:
     source = _source(number)
     blocks = chain(secret, TINY.digest, source.tokens, BLOCK, ())
-    cut = Cut(0, 0, 0, BLOCK)
-    room = memoryview(bytearray(most_bytes(TINY, cut, 1)))
-    size, header = encode_cut(TINY, cut, blocks, source, "none", room)
-    data = room[:size]
+    parts, header = encode_cut(TINY, Cut(0, 0, 0, BLOCK), blocks, source, "none")
+    data = b"".join(parts)
     ref = ChunkRef.fresh(digest_of(data), len(data))
     uses = [PackUse(0, 0, BLOCK, 1, 1, header, ref)]
     flat = token_bytes(source.tokens)
