@@ -1,8 +1,8 @@
 """Landing on a device: memory of a GPU, reached through staging slots, or written by transports that can.
 
-The loader reads each run into a slot, verifies it there, and begins its copies; the slot is free again when they are
-done. A transport that writes into the device's own memory (GPUDirect) needs no slots; what it brought is verified by
-reading it back.
+A run is read into a slot, verified there, and its copies are begun; the slot is free again when they are done. A
+transport that writes into the device's own memory (GPUDirect) needs no slots; what it brought is verified by reading it
+back.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from kvctl.core.errors import EnvError, KvctlError, UsageError
-from kvctl.memory.buffers import PAGE, Buffer, HostBuffer
+from kvctl.core.context import Context
+from kvctl.core.errors import EnvError, KvctlError, TransientError, UsageError
+from kvctl.memory.arena import Arena
+from kvctl.memory.buffers import PAGE, Buffer, HostBuffer, address_of
 from kvctl.memory.devices import Device, Event, Span, device_names, open_device, wait_all
+from kvctl.transfer.lanes import Lane, LaneSet, percentile
+from kvctl.transfer.report import Report, TransportReport
+from kvctl.transfer.summary import Stopwatch, limiter
 from kvctl.transports import registry
+from kvctl.weights.moving import Loading
+from kvctl.weights.planning import LoadPlan, Opened
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import OutputFile, Run
 from kvctl.weights.targets import Landing, Target
 
 _KEPT: Final = "memory"
+_WAITERS: Final = 2  # more finishers: those that wait for copies keep no CPU busy
 
 
 class DeviceTarget:
@@ -165,21 +173,170 @@ def releasing(target: Target) -> Iterator[None]:
         raise
 
 
-def direct_or_not(
-    kind: str, schemes: Sequence[str], runs: Sequence[Run], transport: str, failed: Mapping[str, str]
-) -> tuple[bool, str]:
-    """(whether transports may write into memory of `kind`, a device's own, and why not). Every scheme has to have one,
-    and every run has to be one piece: what is cut apart or misaligned goes through a slot.
+class DeviceLoading(Loading):
+    """One or two passes: what a transport can write straight into the device's memory, and what goes through slots,
+    because it is cut apart or misaligned, or because no transport reaches there.
     """
-    if any(run.dest is None for run in runs):
-        return False, "some ranges are cut apart on their way"
-    reasons: list[str] = []
-    for scheme in dict.fromkeys(schemes):
+
+    def __init__(
+        self, request: LoadRequest, source: Opened, plan: LoadPlan, target: Target, report: Report, ctx: Context
+    ) -> None:
+        super().__init__(request, source, plan, target, report, ctx)
+        assert isinstance(target, DeviceTarget)
+        self.device = target
+        self.direct = False  # this pass: transports write into the device's own memory
+        self._passes: tuple[bool, ...] = (False,)
+        self._lanes: list[Lane] = []
+        self._way: dict[str, object] = {"name": target.name}
+
+    def move(self, watch: Stopwatch) -> None:
+        """Every pass, and one report of all."""
+        why = self._choose_passes()
+        report = self.report
+        transports: list[TransportReport] = []
+        fetched = needed = misaligned = straight = 0
+        for direct in self._passes:
+            self.direct = direct
+            try:
+                super().move(watch)
+            except (EnvError, TransientError) as error:
+                if not direct or not self.request.fallback:
+                    raise
+                # slots are the next way: all of it goes through them
+                self._passes, why = (False,), f"writing into its memory failed: {error}"
+                self.ctx.progress.note(f"falling back to staging slots: {error}")
+                self.move_staged(watch)
+            transports += [entry for entry in report.transport if entry not in transports]
+            fetched, needed = fetched + report.fetched, needed + report.needed
+            misaligned += report.misaligned_bytes
+            straight += report.fetched if self.direct else 0
+            if self._passes == (False,):
+                break
+        report.fetched, report.needed, report.misaligned_bytes = fetched, needed, misaligned
+        report.transport = transports
+        self._way["straight_bytes"] = straight
+        report.extra["device"] = self._way
+        self._sum_up()
+        if why:
+            slots = f"{self.device.staging_kind} staging slots"
+            report.notes.append(f"{self.device.name} is reached through {slots}: {why}")
+
+    def move_staged(self, watch: Stopwatch) -> None:
+        """All of it through slots, after a transport that wrote straight has failed."""
+        self.direct = False
+        super().move(watch)
+        for entry in self.report.transport:
+            entry.fallback = entry.fallback or "a transport that writes into the device's memory failed"
+
+    def _sum_up(self) -> None:
+        """What is counted over all passes."""
+        report, wall = self.report, max(self.stats.seconds, 1e-9)
+        report.p50_s, report.p99_s = percentile(self.stats.durations, 0.5), percentile(self.stats.durations, 0.99)
+        report.paths = [lane.report() for lane in self._lanes]
+        busy = self.clock.busy()
+        report.stages = {stage: min(1.0, spent / wall / self._workers()) for stage, spent in sorted(busy.items())}
+        if self._lanes:
+            report.stages["transfer"] = sum(lane.active_s for lane in self._lanes) / wall / len(self._lanes)
+        report.limiter = limiter(report.stages, self._lanes, wall)
+
+    def _choose_passes(self) -> str:
+        """Sets them; says why slots are used, if they are."""
+        whole = [run for run in self.plan.runs if run.dest is not None]
+        why = _no_direct(self.device.memory_kind, self._schemes, self.request.transport) if whole else ""
+        if not whole or why:
+            self._passes = (False,)
+            return why or "every range is cut apart or moved on its way"
+        apart = len(self.plan.runs) - len(whole)
+        self._passes = (True, False) if apart else (True,)
+        return f"{apart} of {len(self.plan.runs)} ranges are cut apart or moved on their way" if apart else ""
+
+    @property
+    def _schemes(self) -> list[str]:
+        return list(dict.fromkeys(member.config.scheme for member in self.source.members))
+
+    def _transport(self) -> tuple[str, Mapping[str, str]]:
+        """The one that was asked for, in the passes that it can serve."""
+        name, options = super()._transport()
+        if len(self._passes) == 1 or self.direct or name == "auto":
+            return name, options
         try:
-            registry.choose(scheme, kind, transport, failed=failed)
+            for scheme in self._schemes:
+                registry.choose(scheme, self.device.staging_kind, name)
+        except (EnvError, UsageError):
+            self.report.notes.append(f"{name} cannot serve what goes through slots: another transport does")
+            return "auto", {}
+        return name, options
+
+    def _memory_kind(self) -> str:
+        return self.device.memory_kind if self.direct else self.device.staging_kind
+
+    def _still_to_do(self) -> dict[int, Run]:
+        """The runs of this pass."""
+        left = super()._still_to_do()
+        if len(self._passes) == 1:
+            return left
+        return {number: run for number, run in left.items() if (run.dest is not None) is self.direct}
+
+    def _attempt(self, lanes: LaneSet, watch: Stopwatch) -> None:
+        super()._attempt(lanes, watch)
+        self._lanes += lanes.lanes
+
+    @property
+    def _keeps(self) -> bool:
+        return True
+
+    @property
+    def _hedges(self) -> bool:
+        return not self.direct  # its copy is made by the CPU
+
+    def _workers(self) -> int:
+        return super()._workers() + _WAITERS
+
+    def _staged(self, run: Run) -> bool:
+        return not self.direct
+
+    def _arena(self, lanes: LaneSet, longest: int) -> Arena:
+        made = super()._arena(lanes, longest)
+        self._way |= {"staging": self.device.staging_kind, "slots": made.slots, "slot_bytes": made.slot_bytes}
+        return made
+
+    def _slots_of(self, nbytes: int) -> Buffer:
+        return self.device.devices[0].staging(nbytes)
+
+    def _landing(self, run: Run) -> Landing:
+        return self.device.placed[run.output]
+
+    @property
+    def _forgets(self) -> bool:
+        return True
+
+    def _land(self, number: int, run: Run, view: memoryview) -> None:
+        """From the slot that `view` is to the device; or, where it was written there, back for verification. The slot
+        is used again when this returns: after the copies' events.
+        """
+        if self.direct:
+            with self.clock.timed("read back"):
+                held = self.device.read_back(run)
+            try:
+                self._verify(run, held.view)
+            finally:
+                held.close()
+            return
+        self._verify(run, view)
+        assert self.staging is not None
+        with self.clock.timed("copy"):
+            self.device.copy(self.staging.buffer, address_of(view) - self.staging.buffer.address, run)
+
+
+def _no_direct(kind: str, schemes: Sequence[str], transport: str) -> str:
+    """Why not every store has a transport that writes into memory of `kind`, a device's own; empty when each has."""
+    reasons: list[str] = []
+    for scheme in schemes:
+        try:
+            registry.choose(scheme, kind, transport)
         except (EnvError, UsageError):
             reasons.append(_why_not(scheme, kind, transport))
-    return not reasons, "; ".join(reasons)
+    return "; ".join(reasons)
 
 
 def _why_not(scheme: str, kind: str, transport: str) -> str:

@@ -25,14 +25,13 @@ from kvctl.memory.buffers import PAGE, HostBuffer
 from kvctl.transfer.report import Report
 from kvctl.transfer.summary import Stopwatch, cpu_share
 from kvctl.weights.from_repo import RepoModel
-from kvctl.weights.load import _Loading
+from kvctl.weights.moving import Loading
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import LoadedTensor, OutputFile, Run, scatter
 from kvctl.weights.targets import Landing
 
 AHEAD: Final = 256 * MIB  # bytes of complete tensors that may wait for the consumer
-PATIENCE: Final = 300.0  # seconds without progress
 
 
 class TensorStream:
@@ -44,9 +43,7 @@ class TensorStream:
     def __init__(self, request: LoadRequest, ctx: Context, *, ahead: int = AHEAD) -> None:
         self._watch = Stopwatch()
         self._cancel = CancelToken()
-        # a consumer that takes its time is no stall
-        patient = replace(ctx.retry, stall_timeout=max(ctx.retry.stall_timeout, PATIENCE))
-        self._ctx = replace(ctx, cancel=self._cancel, retry=patient)
+        self._ctx = replace(ctx, cancel=self._cancel)
         self._request = request
         self._ahead = ahead
         self._cv = threading.Condition()
@@ -121,19 +118,24 @@ class TensorStream:
             for tensor in plan.tensors:
                 if tensor.start == tensor.end:
                     self._complete(tensor)
-            self._move(plan)
+            watch = self._watch
+            for part in self._parts(plan):
+                self._move(part, watch)
+                watch = Stopwatch()  # what came before the first part is the set-up
         except BaseException as error:
             with self._cv:
                 self._error = error
                 self._cv.notify_all()
             return
+        report.bytes = plan.needed_bytes
         self._watch.stop(report)
         report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
 
-    def _move(self, plan: LoadPlan) -> None:
+    def _move(self, plan: LoadPlan, watch: Stopwatch) -> None:
         loading = _Streaming(self, plan)
         try:
-            loading.move(self._watch)
+            loading.move(watch)
+            _add(self.report, loading.report)
         except NotFoundError:
             if not self._source.moved():
                 raise
@@ -144,12 +146,31 @@ class TensorStream:
             left = _only(again, tuple(self._missing))
             loading.release()
             loading = _Streaming(self, left)
-            loading.move(self._watch)
+            loading.move(watch)
+            _add(self.report, loading.report)
         finally:
             loading.release()
 
+    def _parts(self, plan: LoadPlan) -> Iterator[LoadPlan]:
+        """The plan in parts of half of what may wait, each once there is room for it."""
+        runs: list[Run] = []
+        size = 0
+        for run in (*plan.runs, None):
+            if runs and (run is None or size + run.length > self._ahead // 2):
+                self._room(size)
+                yield replace(plan, runs=tuple(runs))
+                runs, size = [], 0
+            if run is not None:
+                runs.append(run)
+                size += run.length
+
+    def _room(self, nbytes: int) -> None:
+        with self._cv:
+            self._cv.wait_for(lambda: self._over or not self._waiting or self._waiting + nbytes <= self._ahead)
+        self._cancel.check("streaming weights")
+
     def arrived(self, run: Run) -> None:
-        """A run's bytes are in place. On a finisher thread; stands still while too much waits."""
+        """A run's bytes are in place. On a finisher thread."""
         done: list[LoadedTensor] = []
         with self._cv:
             for tensor, nbytes in self._index.of(run):
@@ -165,7 +186,6 @@ class TensorStream:
         size = tensor.end - tensor.start
         with self._cv:
             self._missing.pop(tensor, None)
-            self._cv.wait_for(lambda: self._over or not self._waiting or self._waiting + size <= self._ahead)
             self._ready.append(tensor)
             self._waiting += size
             self._cv.notify_all()
@@ -177,11 +197,37 @@ def _only(plan: LoadPlan, tensors: Sequence[LoadedTensor]) -> LoadPlan:
     return replace(plan, runs=tuple(run for run in plan.runs if any(True for _ in index.of(run))))
 
 
-class _Streaming(_Loading):
+def _add(total: Report, part: Report) -> None:
+    """What one part of a load moved, into the report of all of it."""
+    for name in (
+        "needed",
+        "fetched",
+        "requests",
+        "retries",
+        "hedges",
+        "hedge_wins",
+        "hedged_bytes",
+        "misaligned_bytes",
+    ):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+    total.p50_s, total.p99_s = max(total.p50_s, part.p50_s), max(total.p99_s, part.p99_s)
+    total.transport, total.stages, total.limiter = part.transport, part.stages, part.limiter
+    ways = {(path.member, path.endpoint, path.transport): path for path in total.paths}
+    for path in part.paths:
+        known = ways.setdefault((path.member, path.endpoint, path.transport), path)
+        if known is not path:
+            known.bytes, known.requests = known.bytes + path.bytes, known.requests + path.requests
+            known.retries, known.failures = known.retries + path.retries, known.failures + path.failures
+    total.paths = list(ways.values())
+    part.verified.bytes += total.verified.bytes
+    total.verified = part.verified
+
+
+class _Streaming(Loading):
     """One run of the executor whose ranges report to a stream."""
 
     def __init__(self, stream: TensorStream, plan: LoadPlan) -> None:
-        super().__init__(stream._request, stream._source, plan, stream._target, stream.report, stream._ctx)
+        super().__init__(stream._request, stream._source, plan, stream._target, Report("load-weights"), stream._ctx)
         self._stream = stream
 
     @property

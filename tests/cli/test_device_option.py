@@ -14,10 +14,10 @@ def test_the_stand_in_is_measured_and_the_report_names_the_way(kvctl: Kvctl, mod
     assert done.code == 0, done.err
     document = done.document
     assert document["target"] == "hostdev"
-    assert document["extra"]["device"]["way"] == "host slots"
+    assert document["extra"]["device"]["staging"] == "host"
     assert document["bytes"] == document["fetched"] > 0
     shown = kvctl("load-weights", "./model", "--device", "hostdev")
-    assert "device           name hostdev" in shown.out or "name hostdev, way host slots" in shown.out
+    assert "name hostdev, staging host, slots" in shown.out
 
 
 def test_a_gpu_that_is_not_there_is_an_error_not_a_fallback(kvctl: Kvctl, model: Path) -> None:

@@ -27,7 +27,7 @@ def test_it_runs_the_whole_suite_and_says_what_only_a_gpu_can_show() -> None:
         "two devices at once",
     } <= set(names)  # fmt: skip
     found = {check["name"]: check for check in document["checks"]}
-    assert found["load from node by native-tcp"]["best"]["device"]["way"] == "host slots"
+    assert found["load from node by native-tcp"]["best"]["device"]["staging"] == "host"
     assert found["verification and damage"]["best"]["verified"] == "leaves"
 
 

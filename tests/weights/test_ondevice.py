@@ -17,7 +17,10 @@ from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.memory.devices import Device, Event, HostDevice, Span
 from kvctl.repo.admin import InitOptions, init_repo
 from kvctl.testing.models import LlamaShape, write_llama
+from kvctl.transfer.lanes import LaneSet
 from kvctl.transfer.report import Report
+from kvctl.transfer.summary import Stopwatch
+from kvctl.weights import ondevice
 from kvctl.weights.load import load_into, plan_load, run_load
 from kvctl.weights.models import digest_model
 from kvctl.weights.ondevice import DeviceTarget
@@ -125,7 +128,7 @@ def test_a_device_holds_what_host_memory_would(folder: Path, ctx: Context) -> No
     assert sum(nbytes for _, nbytes in device.begun) == report.fetched == report.bytes
     assert device.changed == 0
     way = report.extra["device"]
-    assert (way["name"], way["way"]) == ("hostdev", "host slots")
+    assert (way["name"], way["staging"], way["straight_bytes"]) == ("hostdev", "host", 0)
     assert report.transport[0].name == "file"
     assert any("no transport for file:// writes into hostdev memory" in note for note in report.notes)
 
@@ -227,15 +230,20 @@ def test_bytes_are_verified_before_they_are_copied(repo: tuple[StoreConfig, ...]
 def test_transports_that_can_write_into_a_device_do_and_are_read_back(
     repo: tuple[StoreConfig, ...], ctx: Context
 ) -> None:
+    """A repo's ranges: those that are in place go straight, the others through slots, in one load and one report."""
     request = LoadRequest("m", repo=repo, into="memory")
+    runs = plan_load(request, ctx).runs
+    whole = sum(run.length for run in runs if run.dest is not None)
+    assert 0 < whole < sum(run.length for run in runs)
     device = Counting(direct=True)
     report, found = onto(device, request, ctx)
-    if report.extra["device"]["way"] == "host slots":
-        assert any("cut apart" in note for note in report.notes)
-    else:
-        assert device.begun == []
     assert found == on_cpu(request, ctx)
+    assert report.extra["device"]["straight_bytes"] == whole
+    assert report.fetched == sum(run.length for run in runs)
+    assert sum(path.bytes for path in report.paths) == report.fetched
     assert (report.verified.state, report.verified.bytes) == ("leaves", report.fetched)
+    assert [entry.name for entry in report.transport] == ["file"]
+    assert any("cut apart or moved" in note for note in report.notes)
     damage(repo[0])
     with pytest.raises(IntegrityError):
         load_into(request, DeviceTarget(Counting(direct=True)), ctx)
@@ -246,11 +254,40 @@ def test_a_plain_folder_lands_directly_and_slices_go_through_slots(folder: Path,
     report, found = onto(device, request_for(folder), ctx)
     assert found == on_cpu(request_for(folder), ctx)
     assert device.begun == []
-    assert report.extra["device"] == {"name": "hostdev", "way": "transports wrote into its memory"}
+    assert report.extra["device"] == {"name": "hostdev", "straight_bytes": report.fetched}
+    assert report.notes == []
+    request = request_for(folder, tp_rank=0, tp_size=2)
     device = Counting(direct=True)
-    report, _ = onto(device, request_for(folder, tp_rank=0, tp_size=2), ctx)
+    report, found = onto(device, request, ctx)
+    assert found == on_cpu(request, ctx)
     assert device.begun
-    assert any("cut apart" in note for note in report.notes)
+    assert sum(nbytes for _, nbytes in device.begun) + report.extra["device"]["straight_bytes"] == report.bytes
+
+
+class Astray(EnvError):
+    """What a transport raises that cannot reach the device after all."""
+
+
+def test_a_straight_way_that_fails_ends_the_load_or_falls_back_to_slots(
+    folder: Path, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ondevice.DeviceLoading._attempt
+
+    def attempt(self: ondevice.DeviceLoading, lanes: LaneSet, watch: Stopwatch) -> None:
+        if self.direct:
+            lanes.close()
+            raise Astray("the bus is not wired")
+        whole(self, lanes, watch)
+
+    monkeypatch.setattr(ondevice.DeviceLoading, "_attempt", attempt)
+    with pytest.raises(Astray):
+        load_into(request_for(folder), DeviceTarget(Counting(direct=True)), ctx)
+    device = Counting(direct=True)
+    report, found = onto(device, request_for(folder, fallback=True), ctx)
+    assert found == on_cpu(request_for(folder), ctx)
+    assert sum(nbytes for _, nbytes in device.begun) == report.fetched == report.bytes
+    assert any("not wired" in note for note in report.notes)
+    assert all(entry.fallback for entry in report.transport)
 
 
 def test_digests_that_are_required_are_read_back(folder: Path, tmp_path: Path, ctx: Context) -> None:
