@@ -29,7 +29,7 @@ from typing import Self
 from scripts.rdma_lab.places import BROKEN, HERE, Lab, LabError
 from scripts.rdma_lab.wire import Wire
 
-BOOT_SECONDS = 60.0
+BOOT_SECONDS = 120.0
 # A guest nobody ended by then ends itself, whatever happened to its parent.
 LIFETIME_SECONDS = 1800.0
 MTU = 9000
@@ -159,7 +159,12 @@ class Guest:
         return Job(self, number)
 
     def run(
-        self, command: str, *, seconds: float = 60.0, environment: Mapping[str, str] | None = None, urgent: bool = False
+        self,
+        command: str,
+        *,
+        seconds: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+        urgent: bool = False,
     ) -> Done:
         """Runs a shell command to its end. Raises LabError when it takes longer than `seconds`."""
         return self.start(command, environment, urgent=urgent).wait(seconds)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvctl.kv.bundle import write_bundle
+from kvctl.kv.identity import Descriptor, Group
+from kvctl.kv.seams import LayerKv
 from kvctl.transports.node_auth import MasterKey
 from scripts.rdma_lab.guests import Guests, Job
 
 NODES: Final = 3
 STORAGE: Final = "storage"
+# What only ends early when something is broken.
+PATIENCE: Final = 240.0
 # Patient enough for a busy machine, quick enough for tests that wait for the end of it.
 STALL: Final = 20.0
+_KV: Final = Group("full", tuple(range(8)), 4, 64, 64)
+_TOKENS: Final = 2048
+SESSION_BYTES: Final = 2 * len(_KV.layers) * _KV.kv_heads * _KV.k_dim * 2 * _TOKENS
 _VARIABLES: Final = {
     "KVCTL_CONFIG": "/lab/kvctl.toml",
     "KVCTL_STATE_DIR": "/tmp/state",
@@ -59,7 +69,7 @@ class Fleet:
         for number in range(NODES):
             self.jobs.append(self.serve(number))
         for job in self.jobs:
-            job.wait_for('"port"', 120)
+            job.wait_for('"port"', PATIENCE)
 
     def address(self, number: int) -> str:
         return f"{self.guests[STORAGE].address}:{7781 + number}"
@@ -81,7 +91,9 @@ class Fleet:
         }
         return self.guests[guest].start(f"exec kvctl {arguments}", {**variables, **(environment or {})})
 
-    def report(self, arguments: str, *, guest: str = "client", seconds: float = 120) -> dict[str, Any]:  # Any: JSON
+    def report(
+        self, arguments: str, *, guest: str = "client", seconds: float = PATIENCE
+    ) -> dict[str, Any]:  # Any: JSON
         """The report of a command that succeeds."""
         found: dict[str, Any] = json.loads(self.kvctl(f"-o json {arguments}", guest=guest).wait(seconds).check())
         return found
@@ -116,3 +128,15 @@ class Fleet:
 def _write(path: Path, text: str) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
         out.write(text)
+
+
+def write_session(path: Path) -> None:
+    """A bundle of a made-up conversation, SESSION_BYTES of _KV."""
+    rng = random.Random(5)
+    size = _TOKENS * _KV.kv_heads * _KV.k_dim * 2
+    layers = {
+        (0, layer): LayerKv(memoryview(rng.randbytes(size)), memoryview(rng.randbytes(size))) for layer in _KV.layers
+    }
+    tokens = array("I", (rng.randrange(32000) for _ in range(_TOKENS)))
+    meaning = Descriptor("ab" * 32, "11" * 32, "22" * 32, "BF16", (_KV,))
+    write_bundle(str(path), meaning, _TOKENS, layers, token_ids=tokens, producer={"model": "m", "engine": "test"})

@@ -15,7 +15,7 @@ from kvctl.testing.models import LlamaShape, write_llama
 from scripts.rdma_lab.guests import Done, Guests, Job
 from scripts.rdma_lab.places import Lab
 from tests.lab.fixtures import ROOT, Figure
-from tests.lab.fleet import STALL, STORAGE, Fleet
+from tests.lab.fleet import PATIENCE, STALL, STORAGE, Fleet, write_session
 
 SHAPE = LlamaShape(layers=1, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
 # Slow enough that there is a middle, on any machine.
@@ -29,13 +29,15 @@ LIMIT = 4 * STALL
 
 @pytest.fixture(scope="module")
 def fleet(lab: Lab, inside: dict[str, str]) -> Iterator[Fleet]:
-    """Two clients; a repo with two copies of each chunk, the model `m` in it."""
+    """Two clients; a repo with two copies of each chunk, the model `m` and the session alice/chat in it."""
     with Guests(lab, (STORAGE, "client", "other"), folder=str(ROOT), environment=inside) as guests:
         write_llama(str(guests.shared / "model"), SHAPE, shards=2, seed=9)
+        write_session(guests.shared / "chat.safetensors")
         # a connection that rests does not notice that its client is gone: the node ends those that rest for long
         fleet = Fleet(guests, "--rdma", "require", "--rdma-opt", "idle=5")
-        fleet.kvctl("repo init -r lab --replicas 2").wait(60).check()
-        fleet.kvctl("push-weights /lab/model m -r lab").wait(60).check()
+        fleet.kvctl("repo init -r lab --replicas 2").wait(PATIENCE).check()
+        fleet.kvctl("push-weights /lab/model m -r lab").wait(PATIENCE).check()
+        fleet.kvctl("kv push bundle:/lab/chat.safetensors alice/chat -r lab --with-tokens").wait(PATIENCE).check()
         yield fleet
 
 
@@ -44,19 +46,24 @@ def loading(fleet: Fleet) -> Callable[..., Job]:
     """`loading(into, guest=, stall=)`: a load that is under way, its first megabytes placed."""
 
     def start(into: str, *, guest: str = "client", stall: float = STALL) -> Job:
-        before = _placed(fleet)
-        job = fleet.kvctl(f"-o json {LOAD} --into {into} --stall-timeout {stall:g}s", guest=guest)
-        deadline = time.monotonic() + 60
-        while _placed(fleet) < before + (4 << 20):
-            assert job.code() is None, job.wait(1)
-            assert time.monotonic() < deadline
-        return job
+        return _under_way(fleet, f"{LOAD} --into {into} --stall-timeout {stall:g}s", guest)
 
     return start
 
 
+def _under_way(fleet: Fleet, command: str, guest: str) -> Job:
+    before = _placed(fleet)
+    job = fleet.kvctl(f"-o json {command}", guest=guest)
+    deadline = time.monotonic() + PATIENCE
+    while _placed(fleet) < before + (4 << 20):
+        assert job.code() is None, job.wait(1)
+        assert time.monotonic() < deadline
+    return job
+
+
 def _placed(fleet: Fleet) -> int:
-    return fleet.metrics()["kvctl_node_rdma_sent_bytes_total"]
+    found = fleet.metrics()
+    return found["kvctl_node_rdma_sent_bytes_total"] + found["kvctl_node_rdma_received_bytes_total"]
 
 
 def _arrived(fleet: Fleet, done: Done, folder: str) -> dict[str, Any]:
@@ -89,6 +96,19 @@ def test_two_percent_loss_in_both_directions(fleet: Fleet, loading: Callable[...
     figure("load-weights, loss: seconds, retries", (report["seconds"], report["retries"]))
 
 
+def test_a_push_over_a_link_that_loses(fleet: Fleet, figure: Figure) -> None:
+    # other content: what is stored is not sent
+    write_llama(str(fleet.guests.shared / "other"), SHAPE, shards=2, seed=10)
+    job = _under_way(fleet, "push-weights /lab/other other -r lab --max-rate 20MB", "client")
+    _lose(fleet, 2)
+    done = job.wait(LIMIT)
+    _lose(fleet, 0)
+    report = json.loads(done.check())
+    figure("push-weights, loss: seconds, retries", (report["seconds"], report["retries"]))
+    fleet.report("load-weights lab:other --into dir:/tmp/other --verify full")
+    fleet.same("/lab/other", "/tmp/other")
+
+
 def test_a_cable_pulled_for_seconds(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
     job = loading("dir:/tmp/cable")
     _lose(fleet, 100)
@@ -104,7 +124,18 @@ def test_a_node_killed_has_a_replica(fleet: Fleet, loading: Callable[..., Job], 
     report = _arrived(fleet, job.wait(LIMIT), "/tmp/killed")
     figure("load-weights, node killed: seconds, retries", (report["seconds"], report["retries"]))
     fleet.jobs[1] = fleet.serve(1)
-    fleet.jobs[1].wait_for('"port"', 60)
+    fleet.jobs[1].wait_for('"port"', PATIENCE)
+
+
+def test_a_pull_goes_on_when_a_node_is_killed(fleet: Fleet, figure: Figure) -> None:
+    pull = "kv pull lab:alice/chat --into bundle:/tmp/chat.safetensors --max-rate 5MB"
+    job = _under_way(fleet, pull, "client")
+    fleet.jobs[2].kill()
+    report = json.loads(job.wait(LIMIT).check())
+    figure("kv pull, node killed: seconds, retries", (report["seconds"], report["retries"]))
+    fleet.guests["client"].run("cmp /lab/chat.safetensors /tmp/chat.safetensors").check()
+    fleet.jobs[2] = fleet.serve(2)
+    fleet.jobs[2].wait_for('"port"', PATIENCE)
 
 
 def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(

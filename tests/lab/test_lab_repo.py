@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kvctl.kv.bundle import write_bundle
-from kvctl.kv.identity import Descriptor, Group
-from kvctl.kv.seams import LayerKv
 from kvctl.testing.models import LlamaShape, write_llama
 from scripts.rdma_lab.guests import Guests
 from scripts.rdma_lab.places import Lab
 from tests.lab.fixtures import ROOT, Figure
-from tests.lab.fleet import NODES, STORAGE, Fleet
+from tests.lab.fleet import NODES, PATIENCE, SESSION_BYTES, STORAGE, Fleet, write_session
 
 SHAPE = LlamaShape(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
-KV = Group("full", tuple(range(8)), 4, 64, 64)
-TOKENS = 2048
 PACKET = 4096
 
 
@@ -31,21 +23,10 @@ def fleet(lab: Lab, inside: dict[str, str]) -> Iterator[Fleet]:
     """
     with Guests(lab, (STORAGE, "client"), folder=str(ROOT), environment=inside) as guests:
         write_llama(str(guests.shared / "model"), SHAPE, shards=2, seed=7)
-        _bundle(guests.shared / "chat.safetensors")
+        write_session(guests.shared / "chat.safetensors")
         fleet = Fleet(guests, "--rdma", "require")
-        fleet.kvctl("repo init -r lab --replicas 2").wait(60).check()
+        fleet.kvctl("repo init -r lab --replicas 2").wait(PATIENCE).check()
         yield fleet
-
-
-def _bundle(path: Path) -> None:
-    rng = random.Random(5)
-    size = TOKENS * KV.kv_heads * KV.k_dim * 2
-    layers = {
-        (0, layer): LayerKv(memoryview(rng.randbytes(size)), memoryview(rng.randbytes(size))) for layer in KV.layers
-    }
-    tokens = array("I", (rng.randrange(32000) for _ in range(TOKENS)))
-    meaning = Descriptor("ab" * 32, "11" * 32, "22" * 32, "BF16", (KV,))
-    write_bundle(str(path), meaning, TOKENS, layers, token_ids=tokens, producer={"model": "m", "engine": "test"})
 
 
 def test_weights_go_and_come_by_rdma_and_http_bodies_stay_empty(fleet: Fleet, figure: Figure) -> None:
@@ -87,7 +68,7 @@ def test_a_session_goes_and_comes_by_rdma(fleet: Fleet, figure: Figure) -> None:
     assert "native-rdma" in [item["name"] for item in pushed["transport"]]
     assert [item["name"] for item in pulled["transport"]] == ["native-rdma"]
     assert pulled["verified"]["state"] != "none"
-    assert pulled["bytes"] == 2 * len(KV.layers) * KV.kv_heads * KV.k_dim * 2 * TOKENS
+    assert pulled["bytes"] == SESSION_BYTES
     fleet.guests["client"].run("cmp /lab/chat.safetensors /tmp/chat.safetensors").check()
     assert push.rdma == pushed["written"]
     assert pull.rdma == pulled["fetched"]

@@ -23,15 +23,15 @@ def serving(pair: Guests) -> Iterator[Callable[[int], Job]]:
     def serve(size: int) -> Job:
         job = pair["a"].start(f"{PEER} serve --size {size}")
         jobs.append(job)
-        job.wait_for("serving", 60)
+        job.wait_for("serving", 240)
         return job
 
     yield serve
     for job in jobs:
-        job.wait(60)
+        job.wait(240)
 
 
-def _result(job: Job, seconds: float = 60) -> dict[str, Any]:
+def _result(job: Job, seconds: float = 240) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(job.wait(seconds).check())
     return found
 
@@ -77,11 +77,11 @@ def test_a_peer_that_goes_away_ends_the_transfer_with_an_error(
 ) -> None:
     guests = start_guests("a", "b")
     serving = guests["a"].start(f"{PEER} serve --size {16 * MIB}")
-    serving.wait_for("serving", 60)
+    serving.wait_for("serving", 240)
     reading = guests["b"].start(
         f"{PEER} read a --size {16 * MIB} --rounds 100000 --timeout 16 --retries 3 --started /lab/started"
     )
-    reading.wait_for_file(guests.shared / "started", 60)
+    reading.wait_for_file(guests.shared / "started", 240)
     if fault == "link down":
         guests["a"].link(up=False)
     elif fault == "process killed":
