@@ -30,7 +30,7 @@ ALLOWED = {
     "checkpoint": {"agent", "engines"} | TOP,
     "agent": {"engines", "node"} | TOP,
     "node": TOP,
-    "bench": {"engines"} | TOP,
+    "bench": {"checkpoint", "engines"} | TOP,
     "doctor": TOP,
     "testing": SEAMS,
     "help": set[str](),
@@ -145,6 +145,9 @@ def loaded_by(code: str) -> set[str]:
         ["help", "exit-codes"],
         ["load-weights", "--help"],
         ["repo", "--help"],
+        ["doctor", "--help"],
+        ["bench", "paths", "--help"],
+        ["transports", "check", "--help"],
     ],
     ids=" ".join,
 )
