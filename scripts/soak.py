@@ -12,9 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvctl.testing.nodes import NodeProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,6 +110,64 @@ def engine_swaps(runs: int, seed: int) -> Outcome:
     return outcome
 
 
+def node(runs: int, seed: int) -> Outcome:
+    """A storage node under load for `runs` minutes, restarted twice: by SIGTERM after a third, by SIGKILL after two."""
+    from kvctl.testing.nodes import NodeProcess
+    from tests.node.load import Load, run_load
+
+    outcome = Outcome([seed], runs)
+    clients, seconds, samples = 64, runs * 60.0, list[dict[str, float]]()
+    started = time.monotonic()
+    with _own_home() as home:
+        (home / "node").mkdir()
+        nodes = [NodeProcess.start(str(home / "node"))]
+
+        def between(load: Load) -> None:
+            ends: list[Callable[[NodeProcess], object]] = [NodeProcess.kill, NodeProcess.terminate]
+            while (passed := time.monotonic() - started) < seconds and not load.wrong:
+                if ends and passed > (3 - len(ends)) * seconds / 3:
+                    ends.pop()(nodes[-1])
+                    nodes.append(NodeProcess.start(str(home / "node"), port=nodes[0].port))
+                with suppress(OSError):  # it may be too busy to tell
+                    samples.append(_node_sample(nodes[-1], passed, load.done))
+                    _say(f"node: {samples[-1]}")
+                time.sleep(min(10.0, seconds / 20))
+
+        try:
+            load = run_load(nodes[0], clients, lambda _: time.monotonic() - started < seconds, between, seed=seed)
+            last = nodes[-1].metrics()
+        finally:
+            for item in nodes:
+                item.close()
+        temps = [path.name for path in (home / "node" / "data").rglob("*.kvctl-tmp")]
+    outcome.failures += [{"seed": seed, "error": text} for text in load.wrong]
+    if temps:
+        outcome.failures.append({"seed": seed, "error": f"temp files were left: {temps[:5]}"})
+    # the last process, warmed up, against its end; up to 256 objects are kept open for a second
+    own = [sample for sample in samples if sample["seconds"] > seconds * 0.75]
+    for name, slack in (("node_rss", 16e6), ("node_fds", 320), ("client_rss", 32e6), ("client_fds", 64)):
+        if len(own) > 1 and own[-1][name] > own[0][name] + slack:
+            outcome.failures.append({"seed": seed, "error": f"{name} grew from {own[0][name]} to {own[-1][name]}"})
+    errors = {name: value for name, value in last.items() if 'status="5' in name}
+    outcome.facts = {
+        "clients": clients, "turns": load.done, "broken_off": load.aborted, "restarts": len(nodes) - 1,
+        "errors_of_the_last_process": errors, "samples": samples,
+    }  # fmt: skip
+    return outcome
+
+
+def _node_sample(running: NodeProcess, passed: float, turns: int) -> dict[str, float]:
+    """Memory in bytes and descriptors of the node and of this process, which is all the clients."""
+    from kvctl.node.metrics import resident_bytes
+
+    metrics = running.metrics()
+    return {
+        "seconds": round(passed, 1), "turns": turns,
+        "node_rss": metrics["process_resident_memory_bytes"], "node_fds": metrics["process_open_fds"],
+        "client_rss": resident_bytes(), "client_fds": len(os.listdir("/proc/self/fd")),
+    }  # fmt: skip
+
+
 HYPOTHESIS = ("tests/weights", "tests/repo/test_repo_pure.py", "tests/cases/test_any_model.py")
 SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "kill-push-weights": (kills("push-weights"), 50),
@@ -115,6 +177,7 @@ SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
         pytest_with(lambda seed: [*HYPOTHESIS, f"--hypothesis-seed={seed}"]), 20,
     ),
     "gc-interleavings": (pytest_with(lambda _: ["-m", "slow", "tests/repo/test_gc_interleavings.py"]), 1),
+    "node": (node, 10),
     "swaps": (swaps, 1000),
     "engine-swaps": (engine_swaps, 200),
     "slow-endpoint": (pytest_with(lambda _: ["tests/cases/test_slow_endpoint.py"]), 20),

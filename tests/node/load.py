@@ -7,13 +7,16 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvctl.core.context import RetryPolicy
+from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.nodes import NodeProcess
-from kvctl.transports.api import Store
-from kvctl.transports.registry import open_store
+from kvctl.testing.transport_contract import drive
+from kvctl.transports.api import Op, Status, Store, Transport
+from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl.transports.retry import RetryStore
 
 PATIENT = RetryPolicy(base=0.02, cap=0.5, attempts=60, stall_timeout=60.0)
@@ -42,32 +45,53 @@ def content(client: int, turn: int) -> bytes:
     return rng.randbytes(int(10 ** rng.uniform(0, 5.3)))
 
 
-def run_client(node: NodeProcess, number: int, more: Callable[[int], bool], load: Load) -> None:
-    """Turns until `more(turn)` says no: write, read back, list; in one of a hundred the connection is broken off."""
-    rng = random.Random(number)
-    store: Store = RetryStore(open_store(node.store(f"c{number}")), PATIENT)
+def run_client(node: NodeProcess, number: int, more: Callable[[int], bool], load: Load, seed: int) -> None:
+    """Turns until `more(turn)` says no: write, read back both ways, list; of a hundred requests one is broken off."""
+    rng = random.Random(f"{seed}/{number}")
+    config = node.store(f"c{number}")
+    store: Store = RetryStore(open_store(config), PATIENT)
+    (transport,) = open_transports(config, store, choose("node", "host", "native-tcp"), {"threads": "1"})
+    buffer = HostBuffer(1 << 18)
     try:
         turn = 0
         while more(turn):
             key, data = f"k{turn % 7}", content(number, turn)
-            store.put(key, data)
+            version = store.put(key, data).version
             start = rng.randrange(len(data))
             if store.get(key) != data or store.get(key, start, 1000) != data[start : start + 1000]:
                 load.add(wrong=f"client {number}, turn {turn}: other bytes")
+            if read_bulk(transport, buffer, key, start, data, version) != data[start:]:
+                load.add(wrong=f"client {number}, turn {turn}: other bytes by native-tcp")
             if turn % 10 == 9 and len(list(store.list())) != 7:
                 load.add(wrong=f"client {number}, turn {turn}: another list")
-            if rng.random() < 0.04:  # of three or four requests a turn: one of a hundred
-                break_off(node, number, load)
+            if rng.random() < 0.045:  # of four or five requests a turn
+                break_off(node, f"/v1/c{number}/{key if turn % 2 else 'k0'}", load, upload=turn % 2 == 0)
             load.add(done=1)
             turn += 1
     except Exception as problem:
         load.add(wrong=f"client {number}: {type(problem).__name__}: {problem}")
     finally:
+        transport.close()
         store.close()
+        buffer.close()
 
 
-def break_off(node: NodeProcess, number: int, load: Load) -> None:
-    """Begin an upload and reset the connection in the middle of its body."""
+def read_bulk(transport: Transport, buffer: HostBuffer, key: str, start: int, data: bytes, version: str) -> bytes:
+    """The object from `start` on. A transport has no retry: what the executor would do is done here."""
+    op = Op(1, "read", key, start, len(data) - start, buffer, 0, version, len(data))
+    deadline = time.monotonic() + PATIENT.stall_timeout
+    while True:
+        done = drive(transport, [op])[1]
+        if done.status is Status.DONE:
+            return bytes(op.view)
+        assert done.error is not None
+        if not done.error.retryable or time.monotonic() > deadline:
+            raise done.error
+        time.sleep(PATIENT.base)
+
+
+def break_off(node: NodeProcess, target: str, load: Load, *, upload: bool) -> None:
+    """Begin an upload, or a download, and reset the connection in the middle of its body."""
     from tests.node.rawhttp import Key, Raw
 
     assert node.master is not None
@@ -77,8 +101,12 @@ def break_off(node: NodeProcess, number: int, load: Load) -> None:
     except OSError:
         return  # the node is just being restarted
     try:
-        raw.send("PUT", f"/v1/c{number}/k0", None, content_length="1000000")
-        raw.sock.sendall(bytes(10_000))
+        if upload:
+            raw.send("PUT", target, None, content_length="1000000")
+            raw.sock.sendall(bytes(10_000))
+        else:
+            raw.send("GET", target)
+            raw.file.read(20)
         raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     except OSError:
         return
@@ -87,11 +115,13 @@ def break_off(node: NodeProcess, number: int, load: Load) -> None:
     load.add(aborted=1)
 
 
-def run_load(node: NodeProcess, clients: int, more: Callable[[int], bool], between: Callable[[Load], None]) -> Load:
+def run_load(
+    node: NodeProcess, clients: int, more: Callable[[int], bool], between: Callable[[Load], None], *, seed: int = 0
+) -> Load:
     """`between` runs in this thread while the clients work, and gets their counts."""
     load = Load()
     threads = [
-        threading.Thread(target=run_client, args=(node, number, more, load), name=f"client-{number}")
+        threading.Thread(target=run_client, args=(node, number, more, load, seed), name=f"client-{number}")
         for number in range(clients)
     ]
     for thread in threads:
