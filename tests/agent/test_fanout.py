@@ -22,6 +22,7 @@ from kvctl.core.errors import UsageError
 from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transfer.report import Report
+from kvctl.weights.load import plan_load
 from kvctl.weights.request import LoadRequest
 from tests.agent.agents import AgentProcess, eventually, read_slot, same_files
 from tests.agent.conftest import Start
@@ -149,6 +150,26 @@ def test_a_peer_that_never_comes_is_done_without(start: Start, tmp_path: Path) -
     report = fan(agent, str(tmp_path / "m"), [agent.place, "127.0.0.1:1"], patience=0.5)
     assert report.extra["fanout"]["source_bytes"] == report.needed
     assert same_files(read_slot(agent, "m"), files)
+
+
+def test_a_peer_that_gives_wrong_bytes_is_left_and_told(start: Start, tmp_path: Path) -> None:
+    files = write_llama(str(tmp_path / "m"), shards=2)
+    good, bad = start(peers=True), start(peers=True)
+    plan = plan_load(LoadRequest(str(tmp_path / "m"), into="slot:m"), Context())
+    lying = SlotTarget("m", SlotOptions(runs=len(plan.runs)), socket=bad.socket)
+    assert not lying.open(plan.outputs, plan.side_files, plan.fingerprint)
+    try:
+        for run in range(len(plan.runs)):
+            lying.share(run, 12345)  # its memory holds zeros
+        report = fan(good, str(tmp_path / "m"), [good.place, bad.place], patience=5.0)
+    finally:
+        lying.close(None)
+    share = report.extra["fanout"]
+    assert share["lost_peers"] == [bad.place]
+    assert share["peer_bytes"] == {}
+    assert share["source_bytes"] == report.needed
+    assert any("wrong bytes" in note for note in report.notes)
+    assert same_files(read_slot(good, "m"), files)
 
 
 def test_an_agent_that_is_not_among_the_peers_is_told(start: Start, tmp_path: Path) -> None:
