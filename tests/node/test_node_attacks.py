@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,3 +279,39 @@ def test_a_trickle_of_a_head_is_ended(start: Callable[..., NodeProcess]) -> None
     with socket.create_connection((node.host, node.port)) as other:
         other.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert other.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_swarm_of_slow_loris_locks_nobody_out_for_long(start: Callable[..., NodeProcess]) -> None:
+    node = start("--max-connections", "4", "--head-timeout", "0.5")
+    key = Key.derived((Path(node.folder) / "master.key").read_text())
+    over = threading.Event()
+
+    def loris() -> None:
+        """Sends heads byte by byte, and comes back each time that it is thrown out."""
+        while not over.is_set():
+            try:
+                with socket.create_connection((node.host, node.port), timeout=10) as sock:
+                    for byte in b"GET /v1/k HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
+                        sock.sendall(bytes([byte]))
+                        if over.wait(0.05):
+                            return
+            except OSError:
+                continue
+
+    swarm = [threading.Thread(target=loris) for _ in range(6)]
+    for thread in swarm:
+        thread.start()
+    try:
+        answered, deadline = 0, time.monotonic() + 60
+        while answered < 5:
+            assert time.monotonic() < deadline, f"{answered} requests were answered in a minute"
+            try:
+                with Raw((node.host, node.port), key) as raw:
+                    answered += raw.ask("GET", "/v1/k").status == 404
+            except OSError:  # refused, or ended as one too many
+                continue
+    finally:
+        over.set()
+        for thread in swarm:
+            thread.join()
+    assert node.metrics()["kvctl_node_connections_refused_total"] > 0

@@ -244,3 +244,41 @@ def test_a_head_that_is_damaged_is_refused_as_ever(node: NodeProcess, fresh: str
             assert raw.answer().status == status
     with pytest.raises(HttpError):
         parse_request(good.replace(b"host: n", b"host : n"), 64)
+
+
+@pytest.mark.parametrize(
+    "target", ["/v1/../secret", "/v1//secret", "/v1/a/../../secret", "/v1/./a", "/v1/a/", "/v1/.."]
+)
+def test_the_quick_way_leads_nowhere_else(node: NodeProcess, target: str) -> None:
+    (Path(node.folder) / "secret").write_bytes(b"secret")
+    key = Key.derived((Path(node.folder) / "master.key").read_text())
+    with Raw((node.host, node.port), key) as raw:
+        raw.sock.sendall(ours(key, target, "bytes=0-9"))
+        assert raw.answer().status == 400
+
+
+def test_the_quick_way_knows_foreign_expired_and_narrow_keys(node: NodeProcess, fresh: str) -> None:
+    master = (Path(node.folder) / "master.key").read_text()
+    key = Key.derived(master)
+    at = f"/v1/{fresh}/k"
+    with Raw((node.host, node.port), key) as raw:
+        assert raw.ask("PUT", at, b"0123456789").status == 200
+        raw.sock.sendall(ours(key, at, "bytes=0-9"))  # it is open and known now
+        assert raw.answer().status == 206
+        span = "bytes=0-9"
+        cases = [
+            (Key.derived(master, "ro", "elsewhere").token("GET", at, span=span), 403),
+            (Key(key.key_id, "rw", "", os.urandom(32)).token("GET", at, span=span), 401),
+            (Key("deadbeef", "rw", "", os.urandom(32)).token("GET", at, span=span), 401),
+            (key.token("GET", at, span=span, expiry=int(time.time()) - 1), 401),
+            (key.token("GET", at, span="bytes=0-8"), 401),
+            (key.token("GET", at, span=span), 206),
+        ]
+        for token, status in cases:
+            head = (
+                f"GET {at} HTTP/1.1\r\nhost: n\r\nuser-agent: kvctl\r\nx-kvctl-token: {token}\r\nrange: {span}\r\n\r\n"
+            )
+            raw.sock.sendall(head.encode())
+            assert raw.answer().status == status
+        raw.sock.sendall(f"GET {at} HTTP/1.1\r\nhost: n\r\nuser-agent: kvctl\r\nrange: {span}\r\n\r\n".encode())
+        assert raw.answer().status == 401
