@@ -136,22 +136,21 @@ class Connection:
             return True
         return True
 
-    def send(self, head: bytes, body: memoryview | None = None) -> None:
-        """The request: `head` as it is, then `body` out of its own memory. Raises OSError."""
+    def send(self, head: bytes, *body: memoryview) -> None:
+        """The request: `head` as it is, then `body`, all of it out of its own memory. Raises OSError."""
         try:
             self._send(head, body)
         except ConnectionError as problem:
             raise ClosedError(str(problem), before_answer=True) from problem
 
-    def _send(self, head: bytes, body: memoryview | None) -> None:
+    def _send(self, head: bytes, body: Sequence[memoryview]) -> None:
         self._raw.sendall(head)
-        if body is None:
-            return
-        if self._tls is None:
-            self._raw.sendall(body)
-            return
-        for start in range(0, len(body), _TLS_WRITE):
-            self._raw.sendall(body[start : start + _TLS_WRITE])
+        for view in body:
+            if self._tls is None:
+                self._raw.sendall(view)
+                continue
+            for start in range(0, len(view), _TLS_WRITE):
+                self._raw.sendall(view[start : start + _TLS_WRITE])
 
     def read_head(self) -> Head:
         """The head of the answer; interim answers (1xx) are skipped. Raises OSError or ProtocolError."""
@@ -319,15 +318,16 @@ class Connection:
             self._raw.close()
 
 
-def converse(connection: Connection, head: bytes, body: memoryview | None) -> Head:
+def converse(connection: Connection, head: bytes, *body: memoryview | None) -> Head:
     """Send a request and read the head of its answer. A server that refuses answers before it has read all, and then
     closes: its answer counts more than the broken pipe; but it cannot be a success. Raises OSError or ProtocolError.
     """
+    views = [view for view in body if view is not None]
     broken: OSError | None = None
     try:
-        connection.send(head, body)
+        connection.send(head, *views)
     except OSError as problem:
-        if body is None:
+        if not views:
             raise
         broken = problem
     try:

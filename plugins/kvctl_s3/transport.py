@@ -72,7 +72,12 @@ class S3Dialect:
         return self._head("GET", op, f"{span}accept-encoding: identity\r\n{condition}")
 
     def write_head(self, op: Op) -> bytes:
-        payload = hashlib.sha256(op.view).hexdigest() if self._sign_payload else UNSIGNED_PAYLOAD
+        payload = UNSIGNED_PAYLOAD
+        if self._sign_payload:
+            digest = hashlib.sha256()
+            for view in op.views:
+                digest.update(view)
+            payload = digest.hexdigest()
         extra = f"content-length: {op.length}\r\ncontent-type: application/octet-stream\r\n"
         return self._head("PUT", op, extra, payload)
 

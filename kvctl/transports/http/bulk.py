@@ -18,6 +18,7 @@ from kvctl.transports.api import Capabilities, Completion, Op
 from kvctl.transports.http.dialect import Dialect
 from kvctl.transports.http.inline import InlineReads, as_error, cut_off
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
+from kvctl.transports.views import advance, first_of
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 
 # Reads up to here are done by the thread that polls. More of them at a time than it can copy is no gain.
@@ -37,7 +38,7 @@ class HttpTransport(ThreadedTransport):
 
     def __init__(self, dialect: Dialect, *, name: str, threads: int, plain: bool) -> None:
         """`plain`: connections have no TLS."""
-        super().__init__(Capabilities(max_in_flight=threads, zero_copy=plain, scatter=True))
+        super().__init__(Capabilities(max_in_flight=threads, zero_copy=plain, scatter=True, gather=True))
         self.name = name
         self.endpoint = dialect.endpoint
         self._dialect = dialect
@@ -204,20 +205,22 @@ class HttpTransport(ThreadedTransport):
 
     def _send_body(self, op: Op, connection: Connection) -> Head:
         if op.pace is None or not op.length:
-            return converse(connection, self._dialect.write_head(op), op.view)
+            return converse(connection, self._dialect.write_head(op), *op.views)
         connection.send(self._dialect.write_head(op))
-        view = op.view
-        last = (op.length - 1) // PACED_PIECE * PACED_PIECE
-        for start in range(0, last, PACED_PIECE):
-            op.pace(PACED_PIECE)
+        left, to_come = [view for view in op.views if len(view)], op.length
+        while to_come > PACED_PIECE:
+            piece, asked = first_of(left, PACED_PIECE)
+            op.pace(asked)
             if self.is_cancelled(op.id):
                 raise OpCancelledError
             try:
-                connection.send(b"", view[start : start + PACED_PIECE])
+                connection.send(b"", *piece)
             except OSError:  # a server that refuses: `converse` below reads what it says
                 break
-        op.pace(op.length - last)
-        return converse(connection, b"", view[last:])
+            advance(left, asked)
+            to_come -= asked
+        op.pace(min(to_come, PACED_PIECE))
+        return converse(connection, b"", *left)
 
     def _refusal(self, op: Op, head: Head, connection: Connection) -> KvctlError:
         try:
