@@ -61,7 +61,9 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             names = [list(group.layer_names) for group in groups]
             folder = str(vllm_config.model_config.model)
-            self._worker = WorkerSide(settings, identity, depot, key, names, folder, tensor_rank())
+            self._worker = WorkerSide(
+                settings, identity, depot, key, names, folder, tensor_rank(), str(transfer.engine_id)
+            )
             WORKERS.append(self._worker)
 
     # -- in the scheduler ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvctl.core.context import Context
 from kvctl.core.errors import IncompatibleError, KvctlError
 from kvctl.core.units import format_size
 from kvctl.kv.fetching import choose_heads
-from kvctl.kv.identity import DTYPE_BYTES, Descriptor
+from kvctl.kv.identity import DTYPE_BYTES, Descriptor, Group
 from kvctl.kv.prefix import pull_prefix
 from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.seams import LayerKv, Layout, MemorySource, Slot
@@ -34,6 +34,7 @@ from kvctl_vllm.held import held, learn_digest
 from kvctl_vllm.identity import DTYPES, Identity, digest_folder
 from kvctl_vllm.messages import Load, News, Orders, Store
 from kvctl_vllm.paging import Pages, pages_of, slots_of
+from kvctl_vllm.ranks import Exchange
 from kvctl_vllm.settings import Settings
 
 log = logging.getLogger("vllm.kvctl")
@@ -80,7 +81,9 @@ class WorkerSide:
         groups: Sequence[Sequence[str]],
         folder: str,
         rank: tuple[int, int],
+        engine: str,
     ) -> None:
+        self._exchange = Exchange(engine, rank[0])
         self._settings = settings
         self._identity = identity
         self._depot = depot
@@ -90,6 +93,7 @@ class WorkerSide:
         self._rank = rank
         self._pages: dict[tuple[int, int], Pages] = {}
         self._problem = ""
+        self._nameless = ""  # why the weights that the engine started with have no digest
         self._lock = threading.Lock()
         self._loads = ThreadPoolExecutor(LOADERS, "kvctl-load")
         self._stores = ThreadPoolExecutor(1, "kvctl-store")
@@ -111,13 +115,14 @@ class WorkerSide:
         """The digest of weights that another loader read."""
         digest = self._settings.weights or digest_folder(held().source or folder)
         if digest is None:
-            self._problem = f"the digest of the weights in {folder} is not known: say it as 'weights' in the settings"
+            self._nameless = f"the digest of the weights in {folder} is not known: say it as 'weights' in the settings"
         else:
             learn_digest(generation, digest)
 
     def news(self) -> News:
         now = held()
-        return News(now.generation, None if self._problem else now.digest, self._problem)
+        problem = self._problem or (self._nameless if now.digest is None else "")
+        return News(now.generation, None if problem else now.digest, problem)
 
     # -- the engine's memory ---------------------------------------------------------------------------------
 
@@ -275,16 +280,10 @@ class WorkerSide:
             for number in range(len(want.descriptor.groups))
         ]
         size = self._size(want.descriptor, starts, len(want.tokens))
-        if (
-            self._rank[1] > 1
-            or size > self._settings.staging
-            or self._depot.resting
-            or store.generation != held().generation
-        ):
+        if size > self._settings.staging or self._depot.resting or store.generation != held().generation:
             self.counts.dropped += 1
             why = (
-                "each rank has a part of its heads" if self._rank[1] > 1
-                else f"its {format_size(size)} are more than staging allows" if size > self._settings.staging
+                f"its {format_size(size)} are more than staging allows" if size > self._settings.staging
                 else "the store does not answer" if self._depot.resting
                 else "the weights have changed"
             )  # fmt: skip
@@ -294,7 +293,10 @@ class WorkerSide:
         layers, memory = self._read_out(store, starts)
         self._release(store.request)
         try:
-            self._push(store, layers)
+            if self._rank[0]:
+                self._exchange.give(store.request, [_bytes(part) for part in memory])
+            elif self._rank[1] == 1 or self._collect(store, starts, memory):
+                self._push(store, layers)
         finally:
             del layers, memory
 
@@ -369,21 +371,55 @@ class WorkerSide:
     def _read_out(
         self, store: Store, starts: Sequence[int]
     ) -> tuple[dict[tuple[int, int], LayerKv], list[torch.Tensor]]:
-        """The request's KV in canonical form, in memory of its own."""
+        """The request's KV in canonical form, in memory of its own: in rank 0 with room for all heads, in others their
+        own. The tensors are K and V of each layer, in order.
+        """
         descriptor, end = store.want.descriptor, len(store.want.tokens)
         dtype = TORCH[descriptor.dtype]
         layers: dict[tuple[int, int], LayerKv] = {}
         memory: list[torch.Tensor] = []
         for number, group in enumerate(descriptor.groups):
             start = starts[number]
+            first, count = choose_heads(group, *self._rank)
+            heads, own = (count, slice(0, count)) if self._rank[0] else (group.kv_heads, slice(first, first + count))
             for layer in group.layers:
-                k = torch.empty(group.kv_heads, end - start, group.k_dim, dtype=dtype)
-                v = torch.empty(group.kv_heads, end - start, group.v_dim, dtype=dtype)
+                k = torch.empty(heads, end - start, group.k_dim, dtype=dtype)
+                v = torch.empty(heads, end - start, group.v_dim, dtype=dtype)
                 ids = store.blocks[self._group_of[layer]]
-                self._pages[number, layer].read(ids, start, end, k, v)
+                self._pages[number, layer].read(ids, start, end, k[own], v[own])
                 memory += (k, v)
                 layers[number, layer] = LayerKv(_bytes(k), _bytes(v), start)
         return layers, memory
+
+    def _collect(self, store: Store, starts: Sequence[int], memory: Sequence[torch.Tensor]) -> bool:
+        """The other ranks' heads into this one's memory; False when one did not come."""
+        groups = store.want.descriptor.groups
+        have = [0] * len(groups)  # heads of each group that are there
+        for rank in range(self._rank[1]):
+            shares = [choose_heads(group, rank, self._rank[1]) for group in groups]
+            if rank:
+                parts = [
+                    tensor[first : first + count]
+                    for (first, count), tensor in zip(self._by_tensor(groups, shares), memory, strict=True)
+                ]
+                with self._exchange.taken(store.request, rank, sum(part.nbytes for part in parts)) as data:
+                    if data is None:
+                        why = f"the heads of rank {rank} did not come: is it on another host?"
+                        log.warning("kvctl: request %s is not stored: %s", store.request, why)
+                        self.counts.dropped += 1
+                        self._settled(store.request, problem=why)
+                        return False
+                    at = 0
+                    for part in parts:
+                        _bytes(part)[:] = data[at : at + part.nbytes]
+                        at += part.nbytes
+            have = [max(known, first + count) for known, (first, count) in zip(have, shares, strict=True)]
+        return have == [group.kv_heads for group in groups]
+
+    @staticmethod
+    def _by_tensor(groups: Sequence[Group], shares: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The share of each tensor of `_read_out`, in its order."""
+        return [share for group, share in zip(groups, shares, strict=True) for _ in group.layers for _ in "kv"]
 
     def _remember(self, store: Store) -> None:
         with self._lock:
@@ -394,6 +430,7 @@ class WorkerSide:
     def close(self) -> None:
         self._loads.shutdown(wait=True, cancel_futures=True)
         self._stores.shutdown(wait=True)  # what has been read out of the engine is stored
+        self._exchange.close()
 
 
 class _EngineSink:
