@@ -145,10 +145,12 @@ class Connection:
 
     def _send(self, head: bytes, body: Sequence[memoryview]) -> None:
         self._raw.sendall(head)
+        if self._tls is None:
+            left = [view for view in body if len(view)]
+            while left:
+                advance(left, self._raw.sendmsg(left[:MOST]))
+            return
         for view in body:
-            if self._tls is None:
-                self._raw.sendall(view)
-                continue
             for start in range(0, len(view), _TLS_WRITE):
                 self._raw.sendall(view[start : start + _TLS_WRITE])
 
