@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -31,10 +34,12 @@ from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.transport_contract import drive
-from kvctl.transports.api import Op, Status
+from kvctl.transports.api import ObjectInfo, Op, Status
 from kvctl.transports.registry import open_store
+from kvctl_nixl import obj
 from kvctl_nixl.obj import NixlObj, open_transport
 from kvctl_nixl.obj_params import uses_host_names
+from kvctl_nixl.witness import Witness
 from kvctl_s3.store import S3Store
 from tests.nixl.cases import read_one
 
@@ -78,6 +83,40 @@ def test_a_read_costs_one_get_and_a_head_before_and_after(server: FaultyS3, tran
     assert read_one(transport, "k", 7, 1000, version=version, size=SIZE) == (DATA[7:1007], 2)
     assert [item.method for item in server.log] == ["HEAD", "GET", "HEAD", "GET", "HEAD"]
     assert {item.method: item.range for item in server.log}["GET"] == "bytes=7-1006"
+
+
+def test_long_ranges_move_in_pieces(server: FaultyS3, transport: NixlObj, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obj, "PIECE", 100_000)
+    assert read_one(transport, "k", 10, SIZE - 10) == (DATA[10:], 4)
+    assert [item.range for item in server.requests("GET")] == [
+        "bytes=10-100009", "bytes=100010-200009", "bytes=200010-299999",
+    ]  # fmt: skip
+
+
+def test_reads_that_end_together_share_the_head_after_them() -> None:
+    asked: list[str] = []
+    first, go = threading.Event(), threading.Event()
+
+    def stat(key: str) -> ObjectInfo:
+        asked.append(key)
+        first.set()
+        assert go.wait(60)
+        return ObjectInfo(key, 1, f"v{len(asked)}", datetime.now(UTC))
+
+    witness = Witness(stat)
+    with ThreadPoolExecutor(4) as pool:
+        early = pool.submit(witness.since, "k", time.monotonic())
+        assert first.wait(60)
+        moment = time.monotonic()  # after the first HEAD was sent: it proves nothing about reads that end now
+        late = [pool.submit(witness.since, "k", moment) for _ in range(3)]
+        go.set()
+        assert early.result()[0].version == "v1"
+        told = [future.result() for future in late]
+    assert {info.version for info, _ in told} == {"v2"}
+    assert sum(requests for _, requests in told) == 1
+    assert len(asked) == 2
+    assert witness.recent("k") is not None
+    assert witness.recent("other") is None
 
 
 @pytest.mark.parametrize("amount", [1, 17, SIZE - 1])
