@@ -77,7 +77,7 @@ def test_devices_can_be_named_by_name_or_address(start: Callable[..., NodeProces
     for name, rail in (("rxe1", 1), (RAILS[0], 0)):
         before = received(1 - rail)
         assert {item.status for item in load(node, devices=name).values()} == {Status.DONE}
-        assert received(1 - rail) == before
+        assert received(1 - rail) - before < MIB // 4096, "the end of older connections, no data"
     with pytest.raises(UsageError, match="mlx5_9 is no RDMA device"):
         load(node, devices="mlx5_9,rxe0")
 
