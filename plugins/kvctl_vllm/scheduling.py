@@ -31,7 +31,7 @@ class _Asked:
 
     ask: Ask
     deadline: float
-    future: Future[tuple[Want, Prefix | None]] | None = None
+    future: Future[tuple[Want | None, Prefix | None]] | None = None
     generation: int = -1
     want: Want | None = None
     found: Prefix | None = None
@@ -77,9 +77,10 @@ class SchedulerSide:
         if asked.future is None and self._news.digest is not None:
             asked.future = self._pool.submit(self._look, request, asked.ask, self._news.digest, computed)
         if asked.future is None or not asked.future.done():
-            if self._news.problem:
-                self._tell(self._news.problem)
-                return 0, False
+            if self._news.generation >= 0 and self._news.digest is None:
+                if self._news.problem:
+                    self._tell(self._news.problem)
+                return 0, False  # nobody waits for a digest that is still made
             if time.monotonic() < asked.deadline:
                 return None, False
             if asked.future is not None:
@@ -121,12 +122,17 @@ class SchedulerSide:
         )
         return Want(descriptor, array("I", tokens), ask.tenant, self._key)
 
-    def _look(self, request: Request, ask: Ask, digest: str, computed: int) -> tuple[Want, Prefix | None]:
+    def _look(self, request: Request, ask: Ask, digest: str, computed: int) -> tuple[Want | None, Prefix | None]:
+        """In a thread. Raises nothing: what goes wrong is logged, and the request computes."""
         # The last token is always computed: its logits are what the request is for. What is loaded beside the steps may
         # reach over it, but not where a window would have to begin one token earlier for that.
         over = self._beside and not any(self._windows)
         prompt = request.prompt_token_ids
-        want = self._want(request, ask, digest, prompt if over else prompt[:-1])
+        try:
+            want = self._want(request, ask, digest, prompt if over else prompt[:-1])
+        except Exception as error:
+            log.warning("kvctl: request %s: %s", request.request_id, error)
+            return None, None
 
         def find(repo: Repo) -> Prefix:
             return find_prefix(repo, want, self._depot.ctx, session=ask.session, above=computed)
@@ -173,7 +179,7 @@ class SchedulerSide:
             return False, told
         try:
             want = self._want(request, asked.ask, self._news.digest, request.all_token_ids[:tokens])
-        except KvctlError as error:
+        except Exception as error:  # an adapter's files, ..: the engine goes on
             log.warning("kvctl: request %s is not stored: %s", request.request_id, error)
             return False, told
         self._orders.stores.append(

@@ -130,8 +130,9 @@ class SwapService:
             await asyncio.sleep(POLL)
 
     async def _readers(self) -> None:
-        """Wait for those who read the weights; their leases end."""
-        while (left := self._leased_until - time.monotonic()) > 0:  # noqa: ASYNC110 - leases are renewed and ended
+        """Wait for those who read the weights: until their lease ends, renewed or not no longer than the longest."""
+        longest = time.monotonic() + LONGEST_LEASE
+        while (left := min(self._leased_until, longest) - time.monotonic()) > 0:  # noqa: ASYNC110 - leases are renewed and ended
             await asyncio.sleep(min(left, POLL))
 
     async def _undo(self, error: Exception, *, applied: bool) -> None:

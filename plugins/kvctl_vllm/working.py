@@ -88,11 +88,15 @@ class WorkerSide:
         self._identity = identity
         self._depot = depot
         self._key = key
-        self._group_of = {layer_number(name): number for number, names in enumerate(groups) for name in names}
         self._several = len(groups) > 1
         self._rank = rank
         self._pages: dict[tuple[int, int], Pages] = {}
         self._problem = ""
+        self._group_of: dict[int, int] = {}
+        try:
+            self._group_of = {layer_number(name): number for number, names in enumerate(groups) for name in names}
+        except KvctlError as error:
+            self._problem = str(error)
         self._nameless = ""  # why the weights that the engine started with have no digest
         self._lock = threading.Lock()
         self._loads = ThreadPoolExecutor(LOADERS, "kvctl-load")
@@ -128,8 +132,8 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, Any], isa_of: Mapping[str, str | None]) -> None:  # Any: as vLLM gives them
         """What is not understood is said once; then nothing is loaded and nothing stored."""
-        by_layer = {layer_number(name): name for name in caches}
         try:
+            by_layer = {layer_number(name): name for name in caches}
             descriptor = self._identity.descriptor(NOBODY)
             for number, group in enumerate(descriptor.groups):
                 if group.recurrent or group.kind == "indexer":
@@ -140,7 +144,7 @@ class WorkerSide:
                         raise IncompatibleError(f"the engine has no KV of layer {layer}, which config.json describes")
                     name = by_layer[layer]
                     self._pages[number, layer] = pages_of(name, caches[name], group, heads, isa_of.get(name))
-        except KvctlError as error:
+        except Exception as error:  # whatever it is, the engine serves without
             self._problem = str(error)
             log.warning("kvctl: KV is neither stored nor loaded: %s", error)
 
@@ -157,10 +161,12 @@ class WorkerSide:
             self._stores.submit(self._store, store)
 
     def wait_for_layer(self, name: str) -> None:
-        layer = layer_number(name)
-        for going in list(self._going.values()):
-            if going.load.waits and layer in going.layers:
-                going.layers[layer].wait()
+        waiting = [going for going in list(self._going.values()) if going.load.waits]
+        if waiting:
+            layer = layer_number(name)
+            for going in waiting:
+                if layer in going.layers:
+                    going.layers[layer].wait()
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(stored, loaded, failed) since the last call."""
