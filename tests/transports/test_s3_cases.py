@@ -580,7 +580,7 @@ def test_the_stores_clock_is_the_servers(server: FaultyS3) -> None:
     assert [item.method for item in server.log] == ["HEAD"]
 
 
-def test_reading_with_keys_from_the_environment_does_not_import_boto3(server: FaultyS3) -> None:
+def test_reading_and_writing_with_keys_from_the_environment_does_not_import_boto3(server: FaultyS3) -> None:
     program = (
         "import sys\n"
         "from kvctl.core.addresses import StoreConfig\n"
@@ -590,6 +590,11 @@ def test_reading_with_keys_from_the_environment_does_not_import_boto3(server: Fa
         "assert store.get('dir/w.bin', 0, 3) == bytes([0, 1, 2])\n"
         f"assert store.stat('dir/w.bin').size == {SIZE}\n"
         "assert store.now().year > 2000\n"
+        "first = store.put('new', b'1', if_absent=True)\n"
+        "store.put('new', b'22', if_version=first.version)\n"
+        "assert store.get('new') == b'22'\n"
+        "store.delete(['new'])\n"
+        "store.delete(['new'])\n"
         "store.close()\n"
         "assert not {'boto3', 'botocore', 'urllib3', 'numpy', 'torch'} & set(sys.modules)\n"
     )
