@@ -18,15 +18,15 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from kvctl.core.errors import AuthError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
-from kvctl_nixl.agent import Agent, NixlError, Transfer
+from kvctl_nixl.agent import Agent, NixlError
 from kvctl_nixl.memory import KINDS
 from kvctl_nixl.peer import frames
 from kvctl_nixl.peer.frames import ClosedError, Header, ProtocolError
+from kvctl_nixl.peer.sinks import Push, Sink
 from kvctl_nixl.peer.table import Entry, Table
 from kvctl_nixl.quarantine import QUARANTINE
 
@@ -37,54 +37,6 @@ _MOST_PUSHES: Final = 256  # of one sink
 _BUSY: Final = (0.00005, 0.001)  # seconds between two looks at transfers in flight: from, to
 _IDLE: Final = 0.001  # with sinks connected, which may read
 _READING: Final = 1.0  # seconds after a question of a sink that reads in which it is driven without pause
-
-
-@dataclass(slots=True, eq=False)
-class _Push:
-    sink: _Sink
-    id: int
-    header: Header
-    entry: Entry
-    transfer: Transfer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Sink:
-    """A connected reader. `agent` is the name that its metadata gave it here."""
-
-    connection: socket.socket
-    agent: str = ""
-    sending: threading.Lock = field(default_factory=threading.Lock)
-    gone: bool = False
-    known: int = -1  # generation of our metadata that it has
-
-    def answer(self, header: Header, blob: bytes = b"") -> None:
-        """From its own thread, which may wait for it. A sink that takes no answer is gone."""
-        with self.sending:
-            try:
-                if not self.gone:
-                    frames.send(self.connection, header, blob)
-            except OSError:
-                self.drop()
-
-    def try_answer(self, header: Header) -> bool:
-        """From the mover, which waits for nobody: False when its own thread is sending, and to be tried again."""
-        if not self.sending.acquire(blocking=False):
-            return self.gone
-        try:
-            data = frames.pack(header)
-            if not self.gone and self.connection.send(data, socket.MSG_DONTWAIT) != len(data):
-                self.drop()  # it has let hundreds of answers lie
-        except OSError:
-            self.drop()
-        finally:
-            self.sending.release()
-        return True
-
-    def drop(self) -> None:
-        self.gone = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class Source:
@@ -110,12 +62,12 @@ class Source:
         self._agent_lock = threading.RLock()
         self._registered: dict[int, Any] = {}  # Any: NIXL's lists, by id of their buffer
         self._generation = 0
-        self._sinks: set[_Sink] = set()
+        self._sinks: set[Sink] = set()
         self._sinks_lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[_Push] = queue.SimpleQueue()
-        self._active: list[_Push] = []
+        self._inbox: queue.SimpleQueue[Push] = queue.SimpleQueue()
+        self._active: list[Push] = []
         self._active_lock = threading.Condition()
-        self._unsent: list[tuple[_Sink, Header]] = []  # the mover's
+        self._unsent: list[tuple[Sink, Header]] = []  # the mover's
         self._reading = 0.0
         self._closing = threading.Event()
         self._work = threading.Event()
@@ -183,7 +135,7 @@ class Source:
     def _uses(self, buffer: Buffer) -> bool:
         return any(push.entry.buffer is buffer for push in list(self._active))
 
-    def _serves(self, sink: _Sink) -> bool:
+    def _serves(self, sink: Sink) -> bool:
         return any(push.sink is sink for push in list(self._active))
 
     def close(self) -> None:
@@ -225,14 +177,14 @@ class Source:
             with self._sinks_lock:
                 full = len(self._sinks) >= self._most
                 if not full:
-                    sink = _Sink(connection)
+                    sink = Sink(connection)
                     self._sinks.add(sink)
             if full:
                 connection.close()
                 continue
             threading.Thread(target=self._serve, args=(sink,), name="kvctl-peer-sink", daemon=True).start()
 
-    def _serve(self, sink: _Sink) -> None:
+    def _serve(self, sink: Sink) -> None:
         try:
             sink.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sink.connection.settimeout(_GREETING_SECONDS)
@@ -254,7 +206,7 @@ class Source:
         finally:
             self._forget(sink)
 
-    def _admit(self, sink: _Sink, name: str, metadata: bytes) -> None:
+    def _admit(self, sink: Sink, name: str, metadata: bytes) -> None:
         """Know the agent of a sink. Raises ProtocolError for a name that is another's."""
         with self._sinks_lock:
             if any(other.agent == name for other in self._sinks):
@@ -264,7 +216,7 @@ class Source:
             if self._agent.add_peer(metadata) != name:
                 raise ProtocolError("metadata of another agent")
 
-    def _forget(self, sink: _Sink) -> None:
+    def _forget(self, sink: Sink) -> None:
         sink.gone = True
         # a transfer into its memory must be seen to end before the agent forgets it
         with self._active_lock:
@@ -276,7 +228,7 @@ class Source:
         with self._sinks_lock:
             self._sinks.discard(sink)
 
-    def _answer(self, sink: _Sink, header: Header, blob: bytes) -> None:
+    def _answer(self, sink: Sink, header: Header, blob: bytes) -> None:
         number = frames.field(header, "id", int)
         if blob:
             # whatever comes of the question: later ones count on it
@@ -291,7 +243,7 @@ class Source:
             if answer is not None:
                 sink.answer({"id": number, **answer}, body)
 
-    def _do(self, sink: _Sink, number: int, header: Header) -> tuple[Header | None, bytes]:
+    def _do(self, sink: Sink, number: int, header: Header) -> tuple[Header | None, bytes]:
         what = frames.field(header, "do", str)
         if what == "list":
             page = self._table.page(frames.field(header, "prefix", str), frames.field(header, "after", str), _PAGE)
@@ -325,7 +277,7 @@ class Source:
             frames.field(header, "address", int)
             if not sink.agent or not length:
                 raise UsageError(f"{name}: nothing to write, or no agent to write to")
-            push = _Push(sink, number, header, entry)
+            push = Push(sink, number, header, entry)
             with self._active_lock:
                 if sum(other.sink is sink for other in self._active) >= _MOST_PUSHES:
                     raise UsageError(f"more than {_MOST_PUSHES} writes at once")
@@ -387,7 +339,7 @@ class Source:
         with self._agent_lock:
             with contextlib.suppress(NixlError):
                 self._agent.progress()
-            answers: list[tuple[_Push, Header]] = []
+            answers: list[tuple[Push, Header]] = []
             for push in list(self._active):
                 if push.transfer is None:
                     continue
@@ -400,7 +352,7 @@ class Source:
             self._finish(push, answer)
         return bool(answers)
 
-    def _verdict(self, push: _Push) -> Header:
+    def _verdict(self, push: Push) -> Header:
         """Whether what was written is still what was asked for."""
         try:
             entry = self._table.get(push.entry.info.key)
@@ -410,7 +362,7 @@ class Source:
             return _told(error)
         return {}
 
-    def _finish(self, push: _Push, answer: Header) -> None:
+    def _finish(self, push: Push, answer: Header) -> None:
         with self._active_lock:
             self._active.remove(push)
             self._active_lock.notify_all()
