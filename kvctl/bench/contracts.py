@@ -47,6 +47,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
         "writes": ("writes",),
         "one_sided": ("cancelled operations end and are not touched again", "a running operation can be cancelled"),
         "scatter": ("a read fills its parts in turn",),
+        "gather": ("a write takes its parts in turn",),
     },
 }
 
