@@ -49,6 +49,11 @@ def write_plot(document: Mapping[str, Any], path: str) -> None:  # Any: JSON, sc
             panel.set_xlabel("bytes per request")
             panel.set_ylabel("GB/s, median of rounds")
             panel.legend(fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: str) -> None:  # Any: a matplotlib figure
+    """Raises AuthError or EnvError when it cannot be written."""
     try:
         figure.savefig(path)
     except PermissionError as problem:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -112,6 +113,7 @@ class _Writing:
         self.pacer = Pacer(request.limits, self.total, ctx, latencies)
         self.ident = ""
         self.there: dict[str, Entry] = {}
+        self._noting = threading.Lock()
         self.previous: Manifest | None = None
         self.digests: list[TensorDigest] = []
         self.counts = {"written_bytes": 0, "shared_bytes": 0, "resumed_bytes": 0, "restarts": 0}
@@ -207,45 +209,46 @@ class _Writing:
             self.report.notes.append("updates were held back for the last copy")
 
     def _attempt(self, lanes: LaneSet) -> None:
+        """A few shards at a time, the next ones hashed while those before are written."""
         self.digests = []
-        with self._ahead() as prepared:
-            for item in prepared:
-                try:
-                    if not self.source.unchanged():
-                        raise UpdatedError
-                    self.lock.keep()
-                    self._place(item, lanes)
-                    self.digests += item.digests
-                finally:
-                    item.buffer.close()
-        if not self.source.unchanged():
-            raise UpdatedError
-
-    @contextlib.contextmanager
-    def _ahead(self) -> Iterator[Iterator[_Prepared]]:
-        """The shards in order, each hashed while the one before is written: two at most are in memory."""
-        waiting: list[Future[_Prepared]] = []
+        step = self.source.at_once
+        groups = [self.source.shards[start : start + step] for start in range(0, len(self.source.shards), step)]
+        ahead: list[Future[_Prepared]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="kvctl-hash") as pool:
-
-            def each() -> Iterator[_Prepared]:
-                shards = iter(self.source.shards)
-                for shard in shards:
-                    waiting.append(pool.submit(self._prepare, shard))
-                    break
-                while waiting:
-                    item = waiting.pop().result()
-                    following = next(shards, None)
-                    if following is not None:
-                        waiting.append(pool.submit(self._prepare, following))
-                    yield item
-
             try:
-                yield each()
+                for following in (*groups, ()):
+                    items, ahead = ahead, []
+                    prepared = [future.result() for future in items]
+                    ahead = [pool.submit(self._prepare, shard) for shard in following]
+                    self._place_all(prepared, lanes)
             finally:
-                for future in waiting:
+                for future in ahead:
                     if not future.cancel():
                         with contextlib.suppress(Exception):
                             future.result().buffer.close()
+        if not self.source.unchanged():
+            raise UpdatedError
+
+    def _place_all(self, items: Sequence[_Prepared], lanes: LaneSet) -> None:
+        try:
+            if not items:
+                return
+            if not self.source.unchanged():
+                raise UpdatedError
+            self.lock.check()
+            tasks = [task for task in map(self._task, items) if task is not None]
+            if tasks:
+                # a paced write may take long: it is no stall
+                executor = Executor(lanes.lanes, self.ctx, hedge=False, max_rate=int(self.request.limits.min_rate))
+                try:
+                    executor.run(tasks)
+                finally:
+                    self.stats.add(executor.stats)
+            for item in items:
+                self.digests += item.digests
+        finally:
+            for item in items:
+                item.buffer.close()
 
     def _prepare(self, shard: Shard) -> _Prepared:
         buffer = self.source.open(shard, self.pacer)
@@ -272,31 +275,37 @@ class _Writing:
             found.append(TensorDigest(tensor.name, tensor.dtype, tensor.shape, hasher.digest()))
         return found
 
-    def _place(self, item: _Prepared, lanes: LaneSet) -> None:
-        """Make sure that the file is there: written before, shared with the last checkpoint, or written now."""
+    def _task(self, item: _Prepared) -> Task | None:
+        """The write that it takes until the file is there; None when it was written before, or is shared with the last
+        checkpoint.
+        """
         shard, key = item.shard, f"{self.ident}/{item.shard.name}"
         entry = Entry(shard.size, item.content)
         if self.there.get(shard.name) == entry and self._has(key, shard.size):
             self.counts["resumed_bytes"] += shard.size
             self.ctx.progress.advance(shard.size)
-            return
+            return None
         if self.there.pop(shard.name, None) is not None:
             self._note_progress()  # it is about to be another generation's
         if self._share(entry, shard.name):
             self.counts["shared_bytes"] += shard.size
             self.ctx.progress.advance(shard.size)
-        else:
-            executor = Executor(
-                lanes.lanes, self.ctx, hedge=False, max_rate=int(self.request.limits.min_rate)
-            )  # a paced write may take long: it is no stall
-            task = Task((Place(0, key),), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer)
-            try:
-                executor.run([task])
-            finally:
-                self.stats.add(executor.stats)
+            self._written(shard.name, entry)
+            return None
+
+        def written(_: Task, view: memoryview) -> None:
             self.counts["written_bytes"] += shard.size
-        self.there[shard.name] = entry
-        self._note_progress()
+            self._written(shard.name, entry)
+
+        return Task(
+            (Place(0, key),), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer, on_bytes=written
+        )
+
+    def _written(self, name: str, entry: Entry) -> None:
+        """One that is there for a run that takes over. Writes of a group end on several threads."""
+        with self._noting:
+            self.there[name] = entry
+            self._note_progress()
 
     def _has(self, key: str, size: int) -> bool:
         try:
@@ -340,7 +349,7 @@ class _Writing:
             self.ident, datetime.now(UTC).isoformat(timespec="seconds"), self.source.name, self.source.generation,
             digests.digest, {name: entry for name, entry in self.there.items() if name in wanted},
         )  # fmt: skip
-        self.lock.keep()
+        self.lock.check()
         self._clean(wanted)
         self.store.put(f"{self.ident}/{names.MANIFEST}", json.dumps(manifest.to_json(), indent=1).encode())
         self.store.delete([f"{self.ident}/{names.PARTIAL}"])
@@ -359,7 +368,7 @@ class _Writing:
         if request.keep_last is not None:
             removed = names.to_remove(self.catalog.complete(), request.keep_last, manifest.ident)
             for ident in removed:
-                self.lock.keep()
+                self.lock.check()
                 self.catalog.remove(ident)
         report.target = f"{request.to.url}/{manifest.ident}"
         report.bytes = report.needed = self.total

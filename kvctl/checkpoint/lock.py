@@ -1,9 +1,12 @@
-"""One writer of a name at a time: a lock object with expiry, put only if absent, renewed while it is held."""
+"""One writer of a name at a time: a lock object with expiry, put only if absent, renewed by a thread while it is held,
+as a paced checkpoint may spend hours on one object.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from datetime import datetime, timedelta
 from typing import Final, Self
@@ -25,6 +28,9 @@ class Lock:
         self._ttl = ttl
         self._version = ""
         self._renewed = 0.0
+        self._lost: KvctlError | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="kvctl-lock", daemon=True)
 
     @classmethod
     def take(cls, store: Store, *, ttl: float = TTL) -> Self:
@@ -49,6 +55,7 @@ class Lock:
             lock._put(version)
         except ConflictError as error:
             raise ConflictError(f"another checkpoint has just begun at {store.url}", hint="wait for it") from error
+        lock._thread.start()
         return lock
 
     def _put(self, version: str | None) -> None:
@@ -58,12 +65,29 @@ class Lock:
         self._version = self._store.put(self._key, data, if_absent=version is None, if_version=version).version
         self._renewed = started
 
-    def keep(self) -> None:
-        """Renew it when a third of its time is gone. Raises ConflictError when somebody took it."""
-        if time.monotonic() - self._renewed > self._ttl / 3:
-            self._put(self._version)
+    def _beat(self) -> None:
+        while not self._over.wait(self._ttl / 3):
+            try:
+                self._put(self._version)
+            except ConflictError as error:
+                self._lost = error
+                return
+            except KvctlError as error:
+                # the store may come back in time
+                if time.monotonic() - self._renewed > self._ttl:
+                    self._lost = error
+                    return
+
+    def check(self) -> None:
+        """Raises ConflictError when somebody took the lock, or it could not be renewed in time."""
+        if self._lost is not None:
+            raise ConflictError(
+                f"the lock of {self._store.url} was lost", cause=str(self._lost), hint="run the same command again"
+            ) from self._lost
 
     def release(self) -> None:
+        self._over.set()
+        self._thread.join()
         with contextlib.suppress(KvctlError):  # else it expires
             if self._store.stat(self._key).version == self._version:
                 self._store.delete([self._key])

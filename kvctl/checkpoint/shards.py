@@ -55,6 +55,11 @@ class ShardSource(Protocol):
     @property
     def shards(self) -> Sequence[Shard]: ...
     @property
+    def at_once(self) -> int:
+        """How many shards are written at once; as many again are open while the next ones are prepared."""
+        ...
+
+    @property
     def side_files(self) -> Mapping[str, bytes]: ...
     def open(self, shard: Shard, pacer: Pacer) -> Buffer: ...
     def unchanged(self) -> bool: ...
@@ -68,6 +73,8 @@ class ShardSource(Protocol):
 
 class SlotShards:
     """A slot's generation, leased until `close`: swaps do not touch it, and neither does the agent's death."""
+
+    at_once = 4  # mapped, not copied: any number costs nothing
 
     def __init__(self, slot: str, *, socket: str | None = None) -> None:
         self.name = f"slot:{slot}"
@@ -148,6 +155,8 @@ class LiveWeights(Protocol):
 
 class LiveShards:
     """An engine's weights, cut into shards of at most `shard_bytes` (a tensor is never cut)."""
+
+    at_once = 1
 
     def __init__(self, live: LiveWeights, shard_bytes: int = DEFAULT_SHARD) -> None:
         self._live = live

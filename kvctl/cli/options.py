@@ -93,6 +93,20 @@ class Age(_FloatType):
         return parse_age(value)
 
 
+class Span(Age):
+    """Seconds of '1ms', '90m' or '7d'."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # Any: click's
+        if isinstance(value, str) and value.endswith("ms"):
+            from kvctl.core.errors import UsageError
+
+            try:
+                return float(value.removesuffix("ms")) / 1000
+            except ValueError:
+                raise UsageError(f"{value!r} is no time", hint="for example 1ms, 30s or 4h") from None
+        return super().convert(value, param, ctx)
+
+
 def _keep(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:  # Any: an option's value
     """A callback that stores a global option in the App: the innermost place that gives it wins."""
 

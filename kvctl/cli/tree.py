@@ -170,6 +170,11 @@ TREE: Final = (
                         "Measure every path to a store against the ceiling of its medium.",
                         f"{_COMMANDS}.bench:paths",
                     ),
+                    Leaf(
+                        "interference",
+                        "Measure what checkpoints do to a running engine's tokens.",
+                        f"{_COMMANDS}.bench:interference",
+                    ),
                 ),
             ),
         ),

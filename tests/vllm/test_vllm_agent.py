@@ -163,3 +163,24 @@ def test_transformers_opens_a_checkpoint_of_an_engine(
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_interference_is_measured_round_by_round(
+    models: Callable[..., Path], launch: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = launch(models())
+    try:
+        code, document, err = kvctl(
+            "bench", "interference", f"engine:{engine.url}", "--to", str(tmp_path / "ck"), "--rounds", "2",
+            "--seconds", "4s", "--streams", "2", "--max-rate", "50MB", socket="", state=tmp_path,
+        )  # fmt: skip
+    finally:
+        engine.stop()
+    assert code == 0, err
+    kinds = {kind["name"]: kind for kind in document["kinds"]}
+    assert list(kinds) == ["baseline", "unpaced", "paced", "plain copy"]
+    assert all(len(kind["p99_rounds_s"]) == 2 and kind["samples"] >= 100 for kind in kinds.values())
+    assert kinds["baseline"]["copies"] == 0
+    assert all(kinds[name]["bytes"] > 0 for name in ("unpaced", "paced", "plain copy"))
+    assert document["resolution"] == "raw inter-token samples of the engine"
+    assert list((tmp_path / "ck").glob("*/*")) == []

@@ -1,4 +1,4 @@
-"""`kvctl bench paths`."""
+"""`kvctl bench paths|interference`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from kvctl.cli.app import S3Flags, current
 from kvctl.cli.lazy import KvCommand
-from kvctl.cli.options import Age, Size, argument, option, s3_options
+from kvctl.cli.options import Age, Size, Span, argument, option, s3_options
 from kvctl.cli.tables import fields, table
 from kvctl.core.units import format_seconds, format_size
 
@@ -109,6 +109,83 @@ def paths(
         write_plot(document, plot)
     app.output.result(document, lambda: _shown(document))
     result.require_measured()
+
+
+@click.command("interference", cls=KvCommand)
+@argument("engine", "The engine, with kvctl's plug-in: engine:http://HOST:PORT.")
+@option("--from", "source", metavar="SOURCE", envvar=None, help="slot:NAME that it uses (default: its own weights).")
+@option("--to", required=True, metavar="URL/NAME", envvar=None, help="A folder for the checkpoints; each is removed.")
+@option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, envvar=None, help="Interleaved rounds.")
+@option(
+    "--seconds", type=Age(), default=20.0, metavar="TIME", envvar=None, show_default="20s",
+    help="How long one measurement takes, at least.",
+)  # fmt: skip
+@option("--streams", type=click.IntRange(min=0), default=1, show_default=True, envvar=None,
+        help="Streams of our own, so that there are tokens.")  # fmt: skip
+@option("--max-rate", type=Size(), metavar="SIZE", envvar=None, help="Of the paced ones.")
+@option("--min-rate", type=Size(), default=1 << 20, show_default="1MiB", metavar="SIZE", envvar=None,
+        help="Of the paced ones.")  # fmt: skip
+@option("--latency-budget", type=Span(), default=0.001, show_default="1ms", metavar="TIME", envvar=None,
+        help="Of the paced ones.")  # fmt: skip
+@option("--plot", type=click.Path(), metavar="FILE", envvar=None, help="A picture: .svg, .png or .pdf.")
+@s3_options
+def interference(
+    *,
+    engine: str,
+    source: str | None,
+    to: str,
+    rounds: int,
+    seconds: float,
+    streams: int,
+    max_rate: int | None,
+    min_rate: int,
+    latency_budget: float,
+    plot: str | None,
+    **s3: Any,  # Any: the S3 options, as S3Flags takes them
+) -> None:
+    """Measure what checkpoints do to an engine's tokens: p50 and p99 of the gaps between them without any, with
+    unpaced and with paced ones, and with a plain copy, interleaved. Ends with 3 when there are too few tokens.
+    """
+    from kvctl.bench.interference import InterferenceOptions, bench_interference, write_interference_plot
+    from kvctl.bench.plot import require_plot
+    from kvctl.checkpoint.pace import Limits
+    from kvctl.cli.commands.swap import open_adapter
+    from kvctl.core.addresses import PathOrUrl
+    from kvctl.core.errors import UsageError
+
+    app = current()
+    url = engine.removeprefix("engine:")
+    place = app.weights(to, S3Flags(**s3))
+    if not isinstance(place, PathOrUrl):
+        raise UsageError(f"{to!r} is no path and no URL", hint=f"for a folder write ./{to}")
+    if plot:
+        require_plot(plot)
+    limits = Limits(max_rate, float(min_rate), latency_budget)
+    options = InterferenceOptions(
+        url, source or f"engine:{url}", place.store, limits, rounds=rounds, seconds=seconds, streams=streams
+    )
+    with app.running() as ctx:
+        document = bench_interference(options, lambda: open_adapter(url, ctx), ctx)
+    if plot:
+        write_interference_plot(document, plot)
+    app.output.result(document, lambda: _gaps(document))
+
+
+def _gaps(document: Mapping[str, Any]) -> str:  # Any: JSON
+    rows = [
+        (
+            kind["name"], kind["samples"], _time(kind["p50_s"]), _time(kind["p99_s"]),
+            f"{1000 * kind['change_s']:+.2f} ms", kind["copies"], format_size(kind["bytes"]),
+        )
+        for kind in document["kinds"]
+    ]  # fmt: skip
+    headers = ("while", "gaps", "p50", "p99", "p99 change", "copies", "bytes")
+    lines = table(headers, rows, right=(1, 2, 3, 4, 5, 6))
+    share = document["paced_of_unpaced"]
+    spread = _time(document["baseline_spread_s"])
+    lines += ["", f"the baseline's own p99 spread over {document['rounds']} rounds: {spread}"]
+    lines.append(f"the paced change is {_ratio(share)} of the unpaced one; {document['resolution']}")
+    return "\n".join(lines)
 
 
 def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON

@@ -11,7 +11,7 @@ from kvctl.cli.app import App, S3Flags, current
 from kvctl.cli.commands.report import show_report
 from kvctl.cli.documents import render
 from kvctl.cli.lazy import KvCommand
-from kvctl.cli.options import Age, Size, argument, option, s3_options, yes_option
+from kvctl.cli.options import Size, Span, argument, option, s3_options, yes_option
 
 if TYPE_CHECKING:
     from kvctl.checkpoint.latency import Latencies
@@ -30,20 +30,6 @@ Examples:
   kvctl checkpoint restore s3://ckpt/llama --into slot:llama2
 """
 _PACE = "Pace"
-
-
-class Span(Age):
-    """Seconds of '1ms', '90m' or '7d'."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # Any: click's
-        if isinstance(value, str) and value.endswith("ms"):
-            from kvctl.core.errors import UsageError
-
-            try:
-                return float(value.removesuffix("ms")) / 1000
-            except ValueError:
-                raise UsageError(f"{value!r} is no time", hint="for example 1ms, 30s or 4h") from None
-        return super().convert(value, param, ctx)
 
 
 @click.command("create", cls=KvCommand, epilog=EXAMPLES)
