@@ -41,8 +41,8 @@ class Talk(Protocol):
         """Raises OSError."""
         ...
 
-    def head(self, op: Op, token: str) -> bytes:
-        """The request's head; the token is empty for an empty object."""
+    def head(self, op: Op, token: str | None) -> bytes:
+        """The request's head; the token is empty for an empty object, None for a PUT with a body."""
         ...
 
     def refusal(self, op: Op, head: Head, body: bytes) -> KvctlError: ...
@@ -76,15 +76,15 @@ class NodeTalk:
     def connect(self) -> Connection:
         return self._route.connect()
 
-    def head(self, op: Op, token: str) -> bytes:
+    def head(self, op: Op, token: str | None) -> bytes:
         reads = op.kind == "read"
         return self._route.head(
             "GET" if reads else "PUT",
             self._store.full_key(op.key),
             span=(op.offset, op.offset + op.length - 1) if reads else None,
             if_match=op.version if reads else None,
-            length=None if reads else 0,
-            rdma=token,
+            length=None if reads else op.length if token is None else 0,
+            rdma=token or "",
             rdma_header=self._header,
             plain=self._plain,
         )

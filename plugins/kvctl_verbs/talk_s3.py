@@ -32,7 +32,9 @@ class S3Talk:
     def connect(self) -> Connection:
         return self._dialect.connect()
 
-    def head(self, op: Op, token: str) -> bytes:
+    def head(self, op: Op, token: str | None) -> bytes:
+        if token is None:
+            return self._dialect.write_head(op)
         head = self._dialect.read_head(op) if op.kind == "read" else self._dialect.write_head(replace(op, length=0))
         return head[:-2] + f"{RDMA_HEADERS[1]}: {token}\r\n\r\n".encode() if token else head
 

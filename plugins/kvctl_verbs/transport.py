@@ -12,7 +12,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvctl.core.errors import (
@@ -26,7 +26,7 @@ from kvctl.core.errors import (
 from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration
 from kvctl.transports.threaded import AbandonedError, NoRegistration, OpCancelledError, ThreadedTransport
-from kvctl.transports.wire import ClosedError, Connection, ProtocolError
+from kvctl.transports.wire import ClosedError, Connection, ProtocolError, converse
 from kvctl_verbs.answers import check_empty, check_placed
 from kvctl_verbs.device import Memory
 from kvctl_verbs.landing import Landing, Port
@@ -44,7 +44,7 @@ _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`rails`: devices to use; `peers`: addresses that may connect back, and `networks` of such; `arenas`: register
-    what a load lands in as a whole.
+    what a load lands in as a whole; `most`: bytes that one token can name.
     """
 
     threads: int
@@ -52,6 +52,7 @@ class Settings:
     peers: tuple[str, ...]
     networks: tuple[Network, ...] = ()
     arenas: bool = True
+    most: int = MAX_SIZE
     patience: Patience = field(default_factory=Patience)
 
 
@@ -89,6 +90,13 @@ class _Over:
 
 class _StaleError(Exception):
     """The node had closed the idle HTTP connection: the same request again over a new one."""
+
+
+def _part(op: Op, start: int, length: int) -> Op:
+    """A part of a read: all of it, unless that is more than a token can name."""
+    if length == op.length:
+        return op
+    return replace(op, offset=op.offset + start, buffer_offset=op.buffer_offset + start, length=length)
 
 
 class RdmaTransport(ThreadedTransport):
@@ -137,13 +145,15 @@ class RdmaTransport(ThreadedTransport):
             raise UsageError(f"{self._talk.url}: {op.key}: {self.name} writes whole objects only")
         if op.kind == "read" and op.length <= 0:
             raise UsageError(f"{self._talk.url}: {op.key}: a read of {op.length} bytes makes no sense")
-        if op.length > MAX_SIZE:
-            raise UsageError(f"{self._talk.url}: {op.key}: a token names less than 4 GiB, not {op.length} bytes")
         running = _Running()
         with self._guard:
             self._running_now[op.id] = running
         try:
-            return self._perform(op, running)
+            if op.kind == "write":
+                return self._perform(op, running)
+            most = self._settings.most
+            starts = range(0, op.length, most)
+            return sum(self._perform(_part(op, start, min(most, op.length - start)), running) for start in starts)
         finally:
             with self._guard:
                 self._running_now.pop(op.id, None)
@@ -212,8 +222,11 @@ class RdmaTransport(ThreadedTransport):
         """One request and its answer; the error that the node answers with. Sets `over` when the answer means that
         nothing is in flight any more.
         """
-        connection.send(self._talk.head(op, token.text() if op.length else ""))
-        head = connection.read_head()
+        if self._has_body(op):
+            head = converse(connection, self._talk.head(op, None), op.view)
+        else:
+            connection.send(self._talk.head(op, token.text() if op.length else ""))
+            head = connection.read_head()
         if not 200 <= head.status < 300:
             body = connection.read_small(head)
             if body is None or not head.keep_alive:
@@ -230,6 +243,10 @@ class RdmaTransport(ThreadedTransport):
         if not head.keep_alive or connection.interrupted:
             self._drop()
         return None
+
+    def _has_body(self, op: Op) -> bool:
+        """Objects that no token can name go up in a request's body: a PUT takes the whole object at once."""
+        return op.kind == "write" and op.length > self._settings.most
 
     @contextlib.contextmanager
     def _severed_unless_over(self, op: Op, port: Port) -> Iterator[_Over]:
@@ -260,7 +277,7 @@ class RdmaTransport(ThreadedTransport):
     @contextlib.contextmanager
     def _memory(self, op: Op, landing: Landing) -> Iterator[_Range]:
         """The registered memory of an operation."""
-        if op.length == 0:
+        if op.length == 0 or self._has_body(op):
             yield _Range(0, 0)
             return
         address = op.buffer.address + op.buffer_offset

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,26 @@ def test_large_requests_are_moved_in_pieces_and_many_at_once(
     assert found["kvctl_node_rdma_pool_free_pieces"] == 8
     assert 0 < found["kvctl_node_rdma_connections"] <= 16
     buffer.close()
+
+
+def test_what_no_token_can_name_goes_in_several_requests_or_in_a_body(
+    node: NodeProcess, connect: Callable[..., Transport]
+) -> None:
+    """Tokens name less than 4 GiB; here, by a smaller limit."""
+    transport = connect(node)
+    assert isinstance(transport, RdmaTransport)
+    transport._settings = replace(transport._settings, most=5 * MIB)
+    buffer = HostBuffer(SIZE)
+    transport.submit([Op(1, "read", "big", 0, SIZE, buffer, 0, None, SIZE)])
+    done = drain(transport, 1)[1]
+    assert (done.status, done.requests) == (Status.DONE, 5)
+    assert buffer.view == DATA
+    transport.submit([Op(1, "write", "copy", 0, SIZE, buffer, 0, object_size=SIZE)])
+    assert drain(transport, 1)[1].status is Status.DONE
+    assert (Path(node.data) / "copy").read_bytes() == DATA
+    found = node.metrics()
+    assert found["kvctl_node_rdma_sent_bytes_total"] == SIZE
+    assert found["kvctl_node_received_bytes_total"] == SIZE
 
 
 def test_the_pages_of_a_file_are_a_destination_too(
