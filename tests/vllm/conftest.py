@@ -4,7 +4,6 @@ environment) they are skipped; `scripts/engine-env` makes one that has it, and `
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import time
@@ -19,6 +18,7 @@ from kvctl.core.context import Context
 from kvctl.repo.repo import Repo
 from kvctl.testing.nodes import NodeProcess
 from kvctl.testing.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedFS
+from kvctl_vllm.plugin import version
 from tests.vllm import tiny
 from tests.vllm.engines import Engine
 
@@ -33,7 +33,7 @@ CREDENTIALS = {
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is not None:
+    if version():  # asked of the installed packages: this very folder can be imported as `vllm`
         return
     missing = pytest.mark.skip(reason="vLLM is not installed here: run it by `scripts/test`, or see scripts/engine-env")
     for item in items:
