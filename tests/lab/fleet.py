@@ -7,7 +7,6 @@ import os
 import random
 import shlex
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +22,7 @@ STORAGE: Final = "storage"
 # What only ends early when something is broken.
 PATIENCE: Final = 240.0
 # Patient enough for a busy machine, quick enough for tests that wait for the end of it.
-STALL: Final = 20.0
+STALL: Final = 30.0
 _KV: Final = Group("full", tuple(range(8)), 4, 64, 64)
 _TOKENS: Final = 2048
 SESSION_BYTES: Final = 2 * len(_KV.layers) * _KV.kv_heads * _KV.k_dim * 2 * _TOKENS
@@ -83,19 +82,12 @@ class Fleet:
             _VARIABLES,
         )
 
-    def kvctl(self, arguments: str, *, guest: str = "client", environment: Mapping[str, str] | None = None) -> Job:
-        variables = {
-            "KVCTL_CONFIG": "/lab/kvctl.toml",
-            "KVCTL_STATE_DIR": "/tmp/state",
-            "KVCTL_STALL_TIMEOUT": f"{STALL}s",
-        }
-        return self.guests[guest].start(f"exec kvctl {arguments}", {**variables, **(environment or {})})
+    def kvctl(self, arguments: str, *, guest: str = "client") -> Job:
+        return self.guests[guest].start(f"exec kvctl {arguments}", _VARIABLES)
 
-    def report(
-        self, arguments: str, *, guest: str = "client", seconds: float = PATIENCE
-    ) -> dict[str, Any]:  # Any: JSON
+    def report(self, arguments: str, *, guest: str = "client") -> dict[str, Any]:  # Any: JSON
         """The report of a command that succeeds."""
-        found: dict[str, Any] = json.loads(self.kvctl(f"-o json {arguments}", guest=guest).wait(seconds).check())
+        found: dict[str, Any] = json.loads(self.kvctl(f"-o json {arguments}", guest=guest).wait(PATIENCE).check())
         return found
 
     def same(self, one: str, other: str, *, guest: str = "client") -> None:
