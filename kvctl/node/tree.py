@@ -1,9 +1,10 @@
 """The node's directory: objects are files, and no key, link or race leads out of it. Blocking calls, no HTTP.
 
 Paths are walked folder by folder from a descriptor of the root with O_NOFOLLOW. A link is followed for reading
-only, and only when what it resolves to is inside the root. Files are written nameless (O_TMPFILE), so that a node
-that is killed leaves nothing, then synced, linked under a temp name and renamed while the folder is locked (flock):
-conditions are decided there. Versions and temp names are those of the `file` plug-in: mtime (ns), inode, size.
+only, and only when what it resolves to is inside the root. Files are written nameless (O_TMPFILE), then synced, linked
+under a temp name and renamed while the folder is locked (flock): conditions are decided there. So a node that is
+killed leaves nothing, or, between the last two steps, a whole file under its temp name: an unfinished upload. Versions
+and temp names are those of the `file` plug-in: mtime (ns), inode, size.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class NodeProcess:
 
     def metrics(self) -> dict[str, float]:
         """The numbers of /metrics, by name with labels."""
-        with urlopen(f"http://{self.address}/metrics", timeout=10) as answer:
+        with urlopen(f"http://{self.address}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}

@@ -19,7 +19,8 @@ from kvctl.transports.api import Op, Status, Store, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl.transports.retry import RetryStore
 
-PATIENT = RetryPolicy(base=0.02, cap=0.5, attempts=60, stall_timeout=60.0)
+# a node that is restarted on a busy machine may take many seconds
+PATIENT = RetryPolicy(base=0.02, cap=0.5, attempts=1000, stall_timeout=120.0)
 
 
 @dataclass

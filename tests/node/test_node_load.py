@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from kvctl.testing.nodes import NodeProcess
+from kvctl.transports.registry import open_store
 from tests.node.load import Load, run_load
 
+ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 64
 TURNS = 20
 
@@ -19,10 +26,13 @@ def test_many_clients_and_two_restarts(start: Callable[..., NodeProcess], tmp_pa
 
     def restarts(load: Load) -> None:
         total = CLIENTS * TURNS
-        for share, end in ((0.3, NodeProcess.terminate), (0.6, NodeProcess.kill)):
+        for share, kind in ((0.3, "terminate"), (0.6, "kill")):
             while load.done < share * total and not load.wrong:
                 time.sleep(0.02)
-            end(nodes[-1])
+            if kind == "kill":
+                nodes[-1].kill()
+            else:
+                assert nodes[-1].terminate(120) == 0
             nodes.append(start(folder=tmp_path / "n", port=node.port))
 
     load = run_load(node, CLIENTS, lambda turn: turn < TURNS, restarts)
@@ -36,8 +46,25 @@ def test_many_clients_and_two_restarts(start: Callable[..., NodeProcess], tmp_pa
         assert time.monotonic() < deadline, metrics
         time.sleep(0.1)
     assert metrics["process_resident_memory_bytes"] < 120e6
+    # killed between a file's temp name and its own, it leaves the first: an unfinished upload, which can be aborted
+    store = open_store(last.store())
+    left = list(store.uploads())
+    assert len(left) <= CLIENTS
+    for upload in left:
+        store.abort(upload)
+    store.close()
     names = [path.name for path in Path(last.data).rglob("*") if path.is_file()]
     assert len(names) == CLIENTS * 7
     assert not [name for name in names if name.endswith(".kvctl-tmp")]
     requests = {name: value for name, value in metrics.items() if 'status="500"' in name}
     assert requests == {}
+
+
+@pytest.mark.slow
+def test_a_minute_of_load(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.soak", "node", "--runs", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "node.json").read_text())
+    assert (found["restarts"], found["failures"]) == (2, [])
+    assert found["broken_off"] > 0
