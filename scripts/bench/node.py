@@ -1,9 +1,12 @@
 """The storage node and native-tcp against the least that sockets can do, in one interleaved run on loopback.
 
-`bare`: a server that only calls sendfile, a client that only receives into memory (bare_server.py). `native-tcp`: our
-transport and our node, tokens and checks included. `node`: our node, asked by a bare client with HTTP heads made
-beforehand: what the node costs without our client. Every rival moves the same ranges of one warm file. Latencies are the
-caller's: from handing over a request to having its bytes.
+`bare`: a server that only calls sendfile, a client that only receives into memory (bare_server.py): no HTTP, no checks.
+`http.client`: Python's own and `readinto`, against static_server.py, which sends files. `native-tcp`: our transport and
+our node, tokens and checks included. `node`: our node, asked by a bare client with HTTP heads made beforehand: what the
+node costs without our client. Every rival moves the same ranges of one warm file to the same places of an arena that no
+core's cache holds, as a load does. Latencies are the caller's: from handing over a request to having its bytes. Where
+there are two cores and more, servers and clients have cores of their own, as hosts have; `--unpinned` leaves it to the
+scheduler.
 
 Usage: python -m scripts.bench.node [--out FILE] [--sizes 64KiB,1MiB,..] [--concurrency 1,4] [--rounds N] [--work DIR]
 """
@@ -25,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +46,7 @@ KEY: Final = "bench/object"
 BURST_BYTES: Final = 256 << 20  # of one rival in one round, between these two numbers of requests
 BURST_LEAST: Final = 16
 BURST_MOST: Final = 600
+ARENA: Final = 64 << 20
 Json = dict[str, Any]  # Any: JSON
 
 
@@ -88,7 +93,7 @@ class Rival(ABC):
 
     @abstractmethod
     def move(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> list[float]:
-        """Get all ranges into slots of `view`, `concurrency` at a time; each one's latency."""
+        """Get all ranges into places of `view` in turn, `concurrency` at a time; each one's latency."""
 
     def burst(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> Burst:
         cpu, server = time.process_time(), self._server_cpu()
@@ -101,64 +106,109 @@ class Rival(ABC):
         return sum(_cpu_of(pid) for parent in self._pids for pid in (parent, *_children(parent)))
 
 
-class Sockets(Rival):
-    """Bare clients: one thread and one connection for each request at a time."""
+class Threads(Rival):
+    """Blocking clients: one thread and one connection for each request at a time."""
 
-    def __init__(self, name: str, port: int, pids: Sequence[int], key: ScopedKey | None) -> None:
+    def __init__(self, port: int, pids: Sequence[int]) -> None:
         super().__init__(pids)
-        self.name = name
         self._port = port
-        self._key = key
         self._sockets: list[socket.socket] = []
 
-    def _socket(self, number: int) -> socket.socket:
-        while len(self._sockets) <= number:
+    @abstractmethod
+    def fetch(self, number: int, offset: int, view: memoryview) -> None:
+        """Client `number` fills `view` from `offset` on."""
+
+    def prepare(self, offsets: Sequence[int], size: int, concurrency: int) -> None:
+        """What is not measured."""
+        while len(self._sockets) < concurrency:
             made = socket.create_connection(("127.0.0.1", self._port))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets.append(made)
-        return self._sockets[number]
+
+    def burst(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> Burst:
+        self.prepare(offsets, size, concurrency)
+        return super().burst(offsets, size, view, concurrency)
 
     def move(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> list[float]:
         latencies: list[float] = []
-        threads = [
-            threading.Thread(
-                target=self._run,
-                args=(self._socket(n), offsets[n::concurrency], view[n * size : (n + 1) * size], latencies),
-            )
-            for n in range(1, concurrency)
-        ]
+
+        def run(number: int) -> None:
+            places = range(number * size, len(view) - size + 1, concurrency * size)
+            for turn, offset in enumerate(offsets[number::concurrency]):
+                place = places[turn % len(places)]
+                begin = time.perf_counter()
+                self.fetch(number, offset, view[place : place + size])
+                latencies.append(time.perf_counter() - begin)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(1, concurrency)]
         for thread in threads:
             thread.start()
-        self._run(self._socket(0), offsets[::concurrency], view[:size], latencies)
+        run(0)
         for thread in threads:
             thread.join()
         return latencies
 
-    def burst(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> Burst:
-        if self._key is not None:
-            self._heads = {offset: _http_head(self._key, offset, size) for offset in offsets}
-        return super().burst(offsets, size, view, concurrency)
-
-    def _run(self, sock: socket.socket, offsets: Sequence[int], view: memoryview, latencies: list[float]) -> None:
-        for offset in offsets:
-            begin = time.perf_counter()
-            got = 0
-            if self._key is None:
-                sock.sendall(REQUEST.pack(offset, len(view)))
-            else:
-                sock.sendall(self._heads[offset])
-                data = sock.recv(4096)
-                body = data.index(b"\r\n\r\n") + 4
-                assert data.startswith(b"HTTP/1.1 206")
-                got = len(data) - body
-                view[:got] = data[body:]
-            while got < len(view):
-                got += sock.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
-            latencies.append(time.perf_counter() - begin)
-
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
+
+
+def _fill(sock: socket.socket, view: memoryview, got: int) -> None:
+    while got < len(view):
+        got += sock.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
+
+
+class Bare(Threads):
+    name = "bare"
+
+    def fetch(self, number: int, offset: int, view: memoryview) -> None:
+        self._sockets[number].sendall(REQUEST.pack(offset, len(view)))
+        _fill(self._sockets[number], view, 0)
+
+
+class RawNode(Threads):
+    name = "node"
+
+    def __init__(self, port: int, pids: Sequence[int], key: ScopedKey) -> None:
+        super().__init__(port, pids)
+        self._key = key
+        self._heads: dict[int, bytes] = {}
+
+    def prepare(self, offsets: Sequence[int], size: int, concurrency: int) -> None:
+        super().prepare(offsets, size, concurrency)
+        self._heads = {offset: _http_head(self._key, offset, size) for offset in offsets}
+
+    def fetch(self, number: int, offset: int, view: memoryview) -> None:
+        sock = self._sockets[number]
+        sock.sendall(self._heads[offset])
+        data = sock.recv(1024)
+        body = data.index(b"\r\n\r\n") + 4
+        assert data.startswith(b"HTTP/1.1 206")
+        view[: len(data) - body] = data[body:]
+        _fill(sock, view, len(data) - body)
+
+
+class HttpClient(Threads):
+    """What one writes without more ado: Python's http.client and `readinto`, against a server that sends files."""
+
+    name = "http.client"
+
+    def prepare(self, offsets: Sequence[int], size: int, concurrency: int) -> None:
+        if not self._sockets:
+            self._connections: list[HTTPConnection] = []
+        super().prepare(offsets, size, concurrency)
+        for sock in self._sockets[len(self._connections) :]:
+            self._connections.append(HTTPConnection("127.0.0.1", self._port))
+            self._connections[-1].sock = sock
+
+    def fetch(self, number: int, offset: int, view: memoryview) -> None:
+        connection = self._connections[number]
+        connection.request("GET", f"/data/{KEY}", headers={"Range": f"bytes={offset}-{offset + len(view) - 1}"})
+        answer = connection.getresponse()
+        assert answer.status == 206
+        got = 0
+        while got < len(view):
+            got += answer.readinto(view[got:])
 
 
 class Ours(Rival):
@@ -177,29 +227,38 @@ class Ours(Rival):
     def move(self, offsets: Sequence[int], size: int, view: memoryview, concurrency: int) -> list[float]:
         transport, latencies = self._transport, []
         begun: dict[int, float] = {}
-        slots = list(range(concurrency))
-        slot_of: dict[int, int] = {}
+        places = len(view) // size
         following = 0
         while following < len(offsets) or begun:
-            while slots and following < len(offsets):
-                slot_of[following] = slot = slots.pop()
+            while len(begun) < concurrency and following < len(offsets):
+                place = following % places * size
                 begun[following] = time.perf_counter()
-                op = Op(
-                    following, "read", KEY, offsets[following], size, self._buffer, slot * size, None, self._object_size
-                )
+                op = Op(following, "read", KEY, offsets[following], size, self._buffer, place, None, self._object_size)
                 transport.submit([op])
                 following += 1
             for done in transport.poll(10.0):
-                assert done.status is Status.DONE, done.error
                 latencies.append(time.perf_counter() - begun.pop(done.id))
-                slots.append(slot_of.pop(done.id))
+                assert done.status is Status.DONE, done.error
         return latencies
+
+
+def pin(pids: Sequence[int]) -> bool:
+    """Servers on one half of the cores, this process on the other; False where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for pid in pids if half else ():
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores[half:])
+    if half:
+        os.sched_setaffinity(0, cores[:half])
+    return bool(half)
 
 
 def _http_head(key: ScopedKey, offset: int, size: int) -> bytes:
     span = f"bytes={offset}-{offset + size - 1}"
     token = key.token(Asked("GET", f"/v1/{KEY}", span), life=600)
-    return f"GET /v1/{KEY} HTTP/1.1\r\nhost: node\r\n{TOKEN_HEADER}: {token}\r\nrange: {span}\r\n\r\n".encode()
+    fields = f"host: node\r\nuser-agent: bench\r\n{TOKEN_HEADER}: {token}\r\nrange: {span}"
+    return f"GET /v1/{KEY} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
 def _cpu_of(pid: int) -> float:
@@ -215,10 +274,10 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def bare_server(path: Path) -> Iterator[tuple[int, int]]:
-    """(port, pid)."""
+def server(module: str, *arguments: object) -> Iterator[tuple[int, int]]:
+    """(port, pid) of a program that prints its port and ends with its standard input."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.bench.bare_server", str(path)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     try:
@@ -233,13 +292,13 @@ def measure(rivals: Sequence[Rival], object_size: int, size: int, concurrency: i
     count = max(BURST_LEAST, min(BURST_MOST, BURST_BYTES // size))
     rng = random.Random(size * 100 + concurrency)
     found = {rival.name: Measured() for rival in rivals}
-    buffer = HostBuffer(concurrency * size)
+    buffer = HostBuffer(max(ARENA, concurrency * size))
     for rival in rivals:
         if isinstance(rival, Ours):
             rival.bind(buffer)
     for number in range(rounds + 1):
         offsets = [rng.randrange(object_size // size) * size for _ in range(count)]
-        for rival in rivals[number % len(rivals) :] + rivals[: number % len(rivals)]:
+        for rival in (*rivals[number % len(rivals) :], *rivals[: number % len(rivals)]):
             done = rival.burst(offsets, size, buffer.view, concurrency)
             assert len(done.latencies) == count
             if number:
@@ -273,6 +332,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--object", default="256MiB", help="size of the file; it must fit into the page cache")
+    parser.add_argument("--unpinned", action="store_true")
     parser.add_argument("--work", help="folder for the file (default: a temporary one)")
     options = parser.parse_args()
     object_size = parse_size(options.object)
@@ -283,30 +343,35 @@ def main() -> None:
         path = work / "data" / KEY
         path.parent.mkdir(parents=True)
         with open(path, "wb") as file:
-            for _ in range(object_size >> 20):
-                file.write(os.urandom(1 << 20))
+            file.writelines(os.urandom(1 << 20) for _ in range(object_size >> 20))
         node = stack.enter_context(NodeProcess.start(str(work)))
-        port, pid = stack.enter_context(bare_server(path))
+        bare_port, bare_pid = stack.enter_context(server("scripts.bench.bare_server", path))
+        http_port, http_pid = stack.enter_context(server("scripts.bench.static_server", work / "data", "data"))
         config = node.store()
         (key,) = read_key_file(config.options["key_file"])
         assert isinstance(key, ScopedKey)
         store = open_store(config)
         stack.callback(store.close)
-        bare = Sockets("bare", port, [pid], None)
-        raw = Sockets("node", node.port, [node.process.pid], key)
-        stack.callback(bare.close)
-        stack.callback(raw.close)
+        cores = len(os.sched_getaffinity(0))
+        pinned = not options.unpinned and pin([node.process.pid, bare_pid, http_pid])
+        rivals: list[Threads] = [
+            Bare(bare_port, [bare_pid]),
+            HttpClient(http_port, [http_pid]),
+            RawNode(node.port, [node.process.pid], key),
+        ]
+        for rival in rivals:
+            stack.callback(rival.close)
         cases = []
         for concurrency in concurrencies:
             choice = choose("node", "host", "native-tcp")
             (transport,) = open_transports(config, store, choice, {"threads": str(concurrency)})
             ours = Ours(transport, node.process.pid, object_size)
             for size in sizes:
-                cases.append(measure([bare, raw, ours], object_size, size, concurrency, options.rounds))
+                cases.append(measure([*rivals, ours], object_size, size, concurrency, options.rounds))
                 show(cases[-1])
             transport.close()
     if options.out is not None:
-        document = {"schema": "kvctl.bench-node/1", "cores": len(os.sched_getaffinity(0)), "cases": cases}
+        document = {"schema": "kvctl.bench-node/1", "cores": cores, "pinned": pinned, "cases": cases}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
