@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import blake3
 
+from kvctl.core.addresses import Slot, parse_weights
 from kvctl.core.context import Context
 from kvctl.core.errors import ConfigError
 from kvctl.transfer.lanes import Member
@@ -114,13 +115,19 @@ class Opened(ABC):
 
 
 def open_weights(request: LoadRequest, ctx: Context) -> Opened:
-    """Open what the request names. Raises everything that is wrong with it before a weight byte moves."""
+    """Open what the request names; `slot:NAME` is the store that it is. Raises everything that is wrong with it before
+    a weight byte moves.
+    """
     if request.repo is not None:
         from kvctl.weights.from_repo import RepoModel
 
         return RepoModel(request, request.repo, ctx)
     from kvctl.weights.from_files import PlainModel
 
+    if request.address.startswith("slot:") and "://" not in request.address:
+        found = parse_weights(request.address)
+        assert isinstance(found, Slot)
+        request = replace(request, address=found.url)
     return PlainModel(request, ctx)
 
 

@@ -55,6 +55,18 @@ def test_attached_tensors_are_the_loaded_ones_and_the_lease_ends_with_the_last(
     eventually(lambda: agent.ls("m")[0]["leases"] == 0, "the lease ends with the last tensor")
 
 
+def test_the_python_api_loads_from_a_slot_as_from_any_source(
+    agent: AgentProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_aligned(tmp_path / "m")
+    load(agent, tmp_path / "m")
+    monkeypatch.setenv("KVCTL_AGENT_SOCKET", agent.socket)
+    found, wanted = kvctl.load_weights("slot:m"), kvctl.load_weights(str(tmp_path / "m"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in wanted.items())
+    assert agent.ls("m")[0]["leases"] == 0
+
+
 def test_private_tensors_can_be_written_and_nobody_else_sees_it(agent: AgentProcess, tmp_path: Path) -> None:
     write_aligned(tmp_path / "m")
     load(agent, tmp_path / "m")

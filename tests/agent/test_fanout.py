@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,15 @@ from hypothesis import strategies as st
 from kvctl.agent.fanning import load_with_peers
 from kvctl.agent.fanout import Assignment, order
 from kvctl.agent.target import SlotOptions, SlotTarget
+from kvctl.core.addresses import parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import UsageError
+from kvctl.repo.repo import Repo
 from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transfer.report import Report
-from kvctl.weights.load import plan_load
+from kvctl.weights.load import plan_load, run_load
+from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
 from tests.agent.agents import AgentProcess, eventually, read_slot, same_files
 from tests.agent.conftest import Start
@@ -96,6 +100,33 @@ def test_eight_agents_read_the_source_once_together(start: Start, tmp_path: Path
         assert share["lost_peers"] == []
     for agent in agents:
         assert same_files(read_slot(agent, "m"), files)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_repos_model_is_fanned_out_verified_also_as_slices(start: Start, tmp_path: Path, ranks: int) -> None:
+    write_llama(str(tmp_path / "m"), LlamaShape(layers=3, hidden=512, inner=1024), shards=2)
+    stores = tuple(parse_store(str(tmp_path / f"store{number}")) for number in range(2))
+    Repo.init(list(stores), ctx=Context()).close()
+    push_weights(PushRequest(str(tmp_path / "m"), "m", stores), Context())
+    agents = [start(peers=True) for _ in range(3)]
+    peers = [agent.place for agent in agents]
+    request = LoadRequest("m", repo=stores, into="slot:m", tp_size=ranks)
+
+    def load(agent: AgentProcess) -> Report:
+        target = SlotTarget("m", SlotOptions(source="m"), socket=agent.socket)
+        return load_with_peers(request, target, peers, Context(), patience=60.0, options=PATIENT)
+
+    with ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(load, agents))
+    run_load(replace(request, into=f"dir:{tmp_path}/copy"), Context())
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "copy").glob("*.safetensors")}
+    assert len(wanted) == 2
+    for agent in agents:
+        assert same_files(read_slot(agent, "m"), wanted)
+    shares = [report.extra["fanout"] for report in reports]
+    alone = run_load(replace(request, into="none"), Context()).fetched
+    assert sum(share["source_bytes"] for share in shares) == alone
+    assert all(report.verified.state == "leaves" for report in reports)
 
 
 def loader(agent: AgentProcess, source: str, peers: Sequence[str], state: Path, rate: str) -> subprocess.Popen[bytes]:

@@ -172,7 +172,7 @@ def test_interference_is_measured_round_by_round(
     try:
         code, document, err = kvctl(
             "bench", "interference", f"engine:{engine.url}", "--to", str(tmp_path / "ck"), "--rounds", "2",
-            "--seconds", "4s", "--streams", "2", "--max-rate", "50MB", socket="", state=tmp_path,
+            "--seconds", "8s", "--streams", "6", "--max-rate", "50MB", socket="", state=tmp_path,
         )  # fmt: skip
     finally:
         engine.stop()
