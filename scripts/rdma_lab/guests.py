@@ -218,9 +218,8 @@ class Guest:
         self._line.settimeout(10)
         if b"ready" not in said:
             self.kill()
-            raise LabError(f"guest {self.name} did not boot: {self.console()[-2000:].strip() or 'it said nothing'}",
-                           hint="User-Mode Linux needs ptrace (in a container: --cap-add SYS_PTRACE, and a seccomp "
-                           "profile that allows it) and room for its memory in TMPDIR or /dev/shm")  # fmt: skip
+            why = self.console()[-2000:].strip() or "it said nothing"
+            raise LabError(f"guest {self.name} did not boot: {why}", code=BROKEN)
 
     def halt(self) -> None:
         """Asks it to power off."""
@@ -365,12 +364,18 @@ def _address(number: int, rail: int) -> str:
 
 
 def _memory_folder(memory: str) -> str:
-    """Where the kernel keeps its memory, a sparse file: /dev/shm unless it is too small (64 MB in many containers),
-    where a guest would die of SIGBUS once it touches more.
+    """Where the kernel keeps its memory, a sparse file: the first place with room (/dev/shm has 64 MB in many
+    containers, and a guest that touches more dies of SIGBUS) that programs may run from (theirs is mounted noexec too).
+    Raises LabError.
     """
     wanted = int(memory.rstrip("GgMm")) << (30 if memory[-1] in "Gg" else 20)
-    with contextlib.suppress(OSError):
-        room = os.statvfs("/dev/shm")
-        if room.f_bavail * room.f_frsize >= wanted and os.access("/dev/shm", os.W_OK):
-            return "/dev/shm"
-    return tempfile.gettempdir()
+    places = ("/dev/shm", tempfile.gettempdir(), "/var/tmp")
+    for place in places:
+        with contextlib.suppress(OSError):
+            there = os.statvfs(place)
+            fits = there.f_bavail * there.f_frsize >= wanted and not there.f_flag & os.ST_NOEXEC
+            if fits and os.access(place, os.W_OK):
+                return place
+    raise LabError(
+        f"no room for {memory} of a guest's memory in {', '.join(places)}", hint="TMPDIR names another place"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,19 @@ from scripts.rdma_lab.places import BROKEN, Lab, LabError, cache_folder
 
 def prepare(say: Callable[[str], None]) -> Lab:
     """Installs, unpacks and builds what is missing; quick when all is there. Raises LabError."""
+    _check_ptrace()
     packages.ensure(packages.RUN, say)
     return Lab(kernel.ensure(say), packages.pyverbs(say))
+
+
+def _check_ptrace() -> None:
+    """A User-Mode Linux kernel runs its processes by ptrace, which containers may forbid. Raises LabError."""
+    traced = "import ctypes, os; os._exit(ctypes.CDLL(None).ptrace(0, 0, 0, 0) != 0)"  # PTRACE_TRACEME
+    if subprocess.run([sys.executable, "-SEc", traced], check=False).returncode:
+        raise LabError(
+            "ptrace is not allowed here, and User-Mode Linux runs by it",
+            hint="in a container: --cap-add SYS_PTRACE, and a seccomp profile that allows it",
+        )
 
 
 def boot(lab: Lab) -> str:
@@ -28,6 +41,11 @@ def boot(lab: Lab) -> str:
 def status() -> list[tuple[str, bool, str]]:
     """(what, is it there, more). Changes nothing."""
     lines: list[tuple[str, bool, str]] = []
+    try:
+        _check_ptrace()
+        lines.append(("ptrace", True, "allowed"))
+    except LabError as problem:
+        lines.append(("ptrace", False, str(problem)))
     lost = packages.missing(packages.RUN)
     lines.append(("packages", not lost, f"missing: {', '.join(lost)}" if lost else "all there"))
     found: Path | None = None

@@ -32,7 +32,7 @@ def lab() -> Lab:
     except LabError as problem:
         if problem.code != MISSING:
             raise
-        pytest.skip(f"no RDMA lab: {problem}; `scripts/rdma-lab prepare` makes it")
+        pytest.skip(f"no RDMA lab: {problem}")
     return ready
 
 
