@@ -58,6 +58,7 @@ class AgentClient:
                 hint="start one with `kvctl agent serve`, or name its socket with KVCTL_AGENT_SOCKET",
             ) from error
         said = self.call("hello", label=label or os.path.basename(sys.argv[0] or "python"))
+        self.agent_pid = int(said["pid"])
         self.agent_ident = str(said["ident"])
         self.agent_peers = str(said["peers"])
 

@@ -140,7 +140,11 @@ class ControlServer:
             listener.bind(self._path)
         except OSError as error:
             listener.close()
-            raise EnvError(f"the socket {self._path} cannot be made", cause=error.strerror) from error
+            raise EnvError(
+                f"the socket {self._path} cannot be made",
+                cause=error.strerror or str(error),
+                hint="a path of at most 107 bytes in a folder of yours: --socket",
+            ) from error
         finally:
             os.umask(before)
         listener.listen(128)

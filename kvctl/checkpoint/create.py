@@ -114,6 +114,7 @@ class _Writing:
         self.ident = ""
         self.there: dict[str, Entry] = {}
         self._noting = threading.Lock()
+        self._source_cpu: float | None = None
         self.previous: Manifest | None = None
         self.digests: list[TensorDigest] = []
         self.counts = {"written_bytes": 0, "shared_bytes": 0, "resumed_bytes": 0, "restarts": 0}
@@ -121,6 +122,7 @@ class _Writing:
     def run(self, watch: Stopwatch) -> None:
         self._check_sizes()
         self._find_place()
+        self._source_cpu = self.source.cpu_seconds()
         self.pacer.start(self.request.baseline_seconds)
         lanes = open_lanes(
             (self.member,), memory_kind="shared", transport=self.request.transport,
@@ -383,8 +385,16 @@ class _Writing:
             "digest": manifest.digest,
             **self.counts,
             "removed": removed,
+            "source_cpu_s_per_gb": self._source_share(),
             "pacing": pacing,
         }
+
+    def _source_share(self) -> float | None:
+        """CPU seconds per GB of the process that owns the weights; None where it cannot be told."""
+        now = self.source.cpu_seconds()
+        if now is None or self._source_cpu is None or not self.total:
+            return None
+        return (now - self._source_cpu) / (self.total / 1e9)
 
 
 def missed(report: Report) -> str:

@@ -68,6 +68,10 @@ class ShardSource(Protocol):
         """Updates wait while it lasts, `seconds` at most; False where that cannot be asked for."""
         ...
 
+    def cpu_seconds(self) -> float | None:
+        """CPU time of the process that owns the weights, so far; None where it is not known."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -112,6 +116,14 @@ class SlotShards:
     @contextlib.contextmanager
     def held(self, seconds: float) -> Iterator[bool]:
         yield True
+
+    def cpu_seconds(self) -> float | None:
+        try:
+            with open(f"/proc/{self._client.agent_pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return None  # it has died meanwhile
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         for file in self._files.values():
@@ -203,6 +215,9 @@ class LiveShards:
 
     def held(self, seconds: float) -> contextlib.AbstractContextManager[bool]:
         return self._live.held(seconds)
+
+    def cpu_seconds(self) -> float | None:
+        return None  # an adapter does not tell
 
     def close(self) -> None:
         self._live.close()
