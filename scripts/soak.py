@@ -134,7 +134,7 @@ def node(runs: int, seed: int) -> Outcome:
                 with suppress(OSError):  # it may be too busy to tell
                     samples.append(_node_sample(nodes[-1], passed, load.done))
                     _say(f"node: {samples[-1]}")
-                time.sleep(min(10.0, seconds / 20))
+                time.sleep(seconds / 20)
 
         try:
             load = run_load(nodes[0], clients, lambda _: time.monotonic() - started < seconds, between, seed=seed)
