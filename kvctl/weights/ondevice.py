@@ -16,10 +16,11 @@ from kvctl.core.errors import EnvError, KvctlError, TransientError, UsageError
 from kvctl.memory.arena import Arena
 from kvctl.memory.buffers import PAGE, Buffer, HostBuffer, address_of
 from kvctl.memory.devices import Device, Event, Span, device_names, open_device, wait_all
-from kvctl.transfer.lanes import Lane, LaneSet, percentile
+from kvctl.transfer.lanes import Lane, LaneSet, Member, percentile
 from kvctl.transfer.report import Report, TransportReport
 from kvctl.transfer.summary import Stopwatch, limiter
 from kvctl.transports import registry
+from kvctl.transports.api import Store, StoreConfig
 from kvctl.weights.moving import Loading
 from kvctl.weights.planning import LoadPlan, Opened
 from kvctl.weights.request import LoadRequest
@@ -242,7 +243,7 @@ class DeviceLoading(Loading):
     def _choose_passes(self) -> str:
         """Sets them; says why slots are used, if they are."""
         whole = [run for run in self.plan.runs if run.dest is not None]
-        why = _no_direct(self.device.memory_kind, self._schemes, self.request.transport) if whole else ""
+        why = _no_direct(self.device.memory_kind, self.source.members, self.request.transport) if whole else ""
         if not whole or why:
             self._passes = (False,)
             return why or "every range is cut apart or moved on its way"
@@ -328,18 +329,21 @@ class DeviceLoading(Loading):
             self.device.copy(self.staging.buffer, address_of(view) - self.staging.buffer.address, run)
 
 
-def _no_direct(kind: str, schemes: Sequence[str], transport: str) -> str:
+def _no_direct(kind: str, members: Sequence[Member], transport: str) -> str:
     """Why not every store has a transport that writes into memory of `kind`, a device's own; empty when each has."""
+    stores: dict[str, list[tuple[StoreConfig, Store]]] = {}
+    for member in members:
+        stores.setdefault(member.config.scheme, []).append((member.config, member.store))
     reasons: list[str] = []
-    for scheme in schemes:
+    for scheme, places in stores.items():
         try:
-            registry.choose(scheme, kind, transport)
+            registry.choose(scheme, kind, transport, stores=places)
         except (EnvError, UsageError):
-            reasons.append(_why_not(scheme, kind, transport))
+            reasons.append(_why_not(scheme, kind, transport, places))
     return "; ".join(reasons)
 
 
-def _why_not(scheme: str, kind: str, transport: str) -> str:
+def _why_not(scheme: str, kind: str, transport: str, stores: Sequence[tuple[StoreConfig, Store]]) -> str:
     """Which transports could write there, and what keeps each from it."""
     found = []
     for spec in registry.transport_specs().values():
@@ -347,6 +351,8 @@ def _why_not(scheme: str, kind: str, transport: str) -> str:
             probed = registry.probe(spec)
             if not probed.available:
                 found.append(f"{spec.name}: {probed.reason}")
+            elif refusal := registry.unserved(spec, stores):
+                found.append(f"{spec.name}: {refusal}")
             elif transport not in {"auto", spec.name}:
                 found.append(f"{spec.name}: {transport} was asked for")
     return ", ".join(found) or f"no transport for {scheme}:// writes into {kind} memory"
