@@ -33,13 +33,14 @@ def stores_of(repo: str) -> Any:
     return places.repo_stores(places.config(), repo)
 
 
-def restored(engine: Engine, tokens: int, seed: int, session: str) -> tuple[Any, Any, Any]:
-    """(cold, own prefix hit, restored) of one prompt."""
-    prompt = tiny.tokens(tokens, seed)
+def restored(engine: Engine, tokens: int, session: str) -> tuple[Any, Any, Any]:
+    """(cold, own prefix hit, restored) of one prompt, which is stored as it ends."""
+    prompt = tiny.tokens(tokens, tokens)
     before = engine.info()["kv"]["stores"]
-    cold = engine.complete(prompt, kvctl={"session": session})
-    engine.stored(before + 1)
+    cold = engine.complete(prompt, kvctl={"pull": False, "push": False})
     own = engine.complete(prompt, kvctl={"push": False, "pull": False})
+    engine.complete(prompt, 1, kvctl={"session": session, "pull": False})
+    engine.stored(before + 1)
     engine.reset()
     again = engine.complete(prompt, kvctl={"session": session, "push": False})
     return cold, own, again
@@ -47,7 +48,7 @@ def restored(engine: Engine, tokens: int, seed: int, session: str) -> tuple[Any,
 
 @pytest.mark.parametrize("tokens", [130, 700, 1500])
 def test_a_llama_goes_on_from_the_store_as_if_nothing_had_happened(llama: Engine, tokens: int) -> None:
-    cold, own, again = restored(llama, tokens, tokens, f"alice/llama-{tokens}")
+    cold, own, again = restored(llama, tokens, f"alice/llama-{tokens}")
     assert (cold.cached, own.cached) == (0, (tokens - 1) // 128 * 128)
     assert tokens - 16 <= again.cached <= tokens
     assert cold.tokens == own.tokens == again.tokens
@@ -58,11 +59,28 @@ def test_a_llama_goes_on_from_the_store_as_if_nothing_had_happened(llama: Engine
 @pytest.mark.parametrize("tokens", [130, 700, 1500])
 def test_a_gemma_with_windows_goes_on_from_the_store(gemma: Engine, tokens: int) -> None:
     """Windows of 192 tokens: shorter prompts lie inside, longer ones have blocks that are gone."""
-    cold, own, again = restored(gemma, tokens, tokens, f"alice/gemma-{tokens}")
+    cold, own, again = restored(gemma, tokens, f"alice/gemma-{tokens}")
     assert tokens - 16 <= again.cached < tokens
     assert cold.tokens == own.tokens == again.tokens
     assert apart(again.logprobs, own.logprobs) <= OWN
     assert apart(again.logprobs, cold.logprobs) <= COLD
+
+
+def test_a_gemma_goes_on_with_the_next_turn(gemma: Engine) -> None:
+    """Its windows are stored as they are at the end of a turn; the next one begins there."""
+    first = tiny.tokens(600, 40)
+    before = gemma.info()["kv"]["stores"]
+    answer = gemma.complete(first, 12)
+    gemma.stored(before + 1)
+    gemma.reset()
+    turn = [*first, *answer.tokens, *tiny.tokens(40, 39)]
+    found = gemma.complete(turn, kvctl={"push": False})
+    assert found.cached == 608
+    gemma.reset()
+    cold = gemma.complete(turn, kvctl={"push": False, "pull": False})
+    assert cold.cached == 0
+    assert found.tokens == cold.tokens
+    assert apart(found.logprobs, cold.logprobs) <= COLD
 
 
 def test_the_next_turn_finds_its_prefix_without_a_name(llama: Engine) -> None:
@@ -185,8 +203,11 @@ def same_as_transformers(engine: Engine, repo: str, folder: Path, count: int, se
         kv, layer = sink.layers[slot.group, slot.layer], cache.layers[slot.layer]
         held = layer.keys.shape[2]
         for mine, theirs in ((kv.k, layer.keys), (kv.v, layer.values)):
+            first = max(slot.start, count - held)  # both hold it from there on
             ours = np.frombuffer(mine, dtype="<f4").reshape(slot.heads, slot.end - slot.start, -1)
-            reference = theirs[0].numpy()[:, slot.start - (count - held) : slot.end - (count - held)]
+            ours = ours[:, first - slot.start :]
+            reference = theirs[0].numpy()[:, first - (count - held) : slot.end - (count - held)]
+            assert ours.shape[1] > 100
             assert ours.shape == reference.shape
             assert float(np.abs(ours - reference).max()) < 1e-4
             compared += 1
@@ -292,7 +313,8 @@ def test_damage_is_computed_around(request: pytest.FixtureRequest, kind: str, ho
     number = ["torn", "missing", "foreign"].index(how)
     prompt, session = tiny.tokens(700, 70 + number), f"alice/{how}"
     before = engine.info()["kv"]["stores"]
-    cold = engine.complete(prompt, kvctl={"session": session})
+    cold = engine.complete(prompt, kvctl={"push": False, "pull": False})
+    engine.complete(prompt, 1, kvctl={"session": session, "pull": False})
     engine.stored(before + 1)
     spoil(repo, session, how)
     engine.reset()
