@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -274,6 +274,30 @@ def test_a_store_that_fails_half_way_ends_with_6_and_the_next_run_goes_on(
         assert report.extra["resumed_bytes"] > 0
         assert catalog.verify(node.store("ck/llama"), None, Context()).verified.state == "full"
     assert is_copy(data / report.extra["id"], model)
+
+
+@pytest.mark.s3
+def test_on_s3_it_is_paced_within_objects_and_one_at_a_time(
+    loaded: AgentProcess, model: dict[str, bytes], seaweed_store: Callable[[], StoreConfig], tmp_path: Path
+) -> None:
+    to = seaweed_store()
+    shards = SlotShards("m", socket=loaded.socket)
+    try:
+        report = create(shards, CreateRequest(to, Limits(max_rate=20e6)), Context())
+    finally:
+        shards.close()
+    pacing = report.extra["pacing"]
+    assert pacing["mean_rate"] < 25e6
+    assert pacing["waited_s"] > 0
+    refused = pytest.raises(ConflictError, match="another checkpoint")
+    with contextlib.closing(open_store(to)) as store, Lock.take(store), refused:
+        checkpoint(loaded, to)
+    again = checkpoint(loaded, to, keep_last=1)
+    assert again.extra["removed"] == [report.extra["id"]]
+    assert again.extra["shared_bytes"] == 0
+    catalog.restore(LoadRequest("", into=f"dir:{tmp_path}/back"), to, None, Context())
+    assert is_copy(tmp_path / "back", model)
+    assert [item["id"] for item in catalog.ls(to, Context())["checkpoints"]] == [again.extra["id"]]
 
 
 def test_retention_removes_only_what_kvctl_made(loaded: AgentProcess, to: StoreConfig) -> None:
