@@ -24,6 +24,7 @@ from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Completion, Op, Status, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
+from kvctl_verbs import opening
 from kvctl_verbs.regions import Region
 from kvctl_verbs.token import RcToken
 from kvctl_verbs.transport import RdmaTransport
@@ -122,6 +123,23 @@ def test_what_no_token_can_name_goes_in_several_requests_or_in_a_body(
     found = node.metrics()
     assert found["kvctl_node_rdma_sent_bytes_total"] == SIZE
     assert found["kvctl_node_received_bytes_total"] == SIZE
+
+
+def test_who_is_not_the_endpoint_is_turned_away_and_the_error_says_how_to_let_it_in(
+    node: NodeProcess, connect: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "addresses_of", lambda host: ("192.0.2.1",))
+    buffer = HostBuffer(MIB)
+    strict = connect(node)
+    strict.submit([Op(1, "read", "big", 0, MIB, buffer)])
+    done = drain(strict, 1)[1]
+    assert isinstance(done.error, MemberDownError)
+    assert "cannot reach this host's memory" in str(done.error)
+    assert f"peers={IP}" in (done.error.hint or "")
+    assert buffer.view == bytes(MIB)
+    told = connect(node, peers=f"{IP}/32")
+    told.submit([Op(1, "read", "big", 0, MIB, buffer)])
+    assert drain(told, 1)[1].status is Status.DONE
 
 
 def test_the_pages_of_a_file_are_a_destination_too(
