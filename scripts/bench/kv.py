@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", type=words, default=["pull", "push", "many", "growth"], help="pull,push,many,growth")
     parser.add_argument("--small-size", type=parse_size, default=parse_size("16MiB"), help="of each session of `many`")
     parser.add_argument("--small-sessions", type=int, default=32)
-    parser.add_argument("--others", type=numbers, default=[10, 1_000, 10_000], help="sessions beside the pulled one")
+    parser.add_argument("--others", type=numbers, default=[10, 1_000, 100_000], help="sessions beside the pulled one")
     parser.add_argument("--resume-pulls", type=int, default=20)
     parser.add_argument("--work", default=".bench", help="where data, servers and logs are kept")
     parser.add_argument("--shm", default="/dev/shm", help="a tmpfs, for rivals that only write files")

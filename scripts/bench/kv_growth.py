@@ -1,4 +1,4 @@
-"""Resume time against the size of the store: pulls of one session while 10, 1,000, 10,000 others are in a file store.
+"""Resume time against the size of the store: pulls of one session while 10, 1,000, 100,000 others are in a file store.
 
 The others are sessions of one block and of a namespace of their own: pack, index node and manifest, as a push writes
 them, but without its fsyncs, locks and look-ups, so that 100,000 are made in minutes. One of them is pulled at the end
