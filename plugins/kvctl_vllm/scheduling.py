@@ -27,7 +27,9 @@ Request = Any  # vLLM's own, of any release
 
 @dataclass(slots=True)
 class _Asked:
-    """A request on its way in. `generation`: of the weights that `found` is about."""
+    """A request on its way in. `generation`: of the weights that `found` is about. `ordered`: after how many preemptions
+    it was loaded last; a load that failed is not tried again, the request computes.
+    """
 
     ask: Ask
     deadline: float
@@ -36,6 +38,7 @@ class _Asked:
     want: Want | None = None
     found: Prefix | None = None
     start: int = 0
+    ordered: int = -1
 
 
 class SchedulerSide:
@@ -70,7 +73,7 @@ class SchedulerSide:
             asked = self._ask(request)
             if asked is None:
                 return 0, False
-        if not asked.ask.pull or self._depot.resting:
+        if not asked.ask.pull or self._depot.resting or asked.ordered >= request.num_preemptions:
             return 0, False
         if asked.generation != self._news.generation:
             asked.future, asked.generation = None, self._news.generation
@@ -143,6 +146,7 @@ class SchedulerSide:
         asked = self._asked.get(request.request_id)
         if not tokens or asked is None or asked.want is None or asked.found is None:
             return
+        asked.ordered = request.num_preemptions
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
         self._orders.loads.append(
             Load(
