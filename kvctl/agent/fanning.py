@@ -242,7 +242,7 @@ class _Fan:
             for view in self.data:
                 view.release()
         fill(report, self.stats, lanes, self.clock.busy(), workers, seconds=watch.since_ready)
-        self._tell(report)
+        self._tell(report, {peer.place: peer.transport for peer in peers})
 
     def _read_share(self, lanes: LaneSet, arena: Arena | None, workers: int) -> None:
         while True:
@@ -340,13 +340,13 @@ class _Fan:
         if advance:  # what comes from the source is counted by the executor
             self.ctx.progress.advance(advance)
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: Report, transports: Mapping[str, str]) -> None:
         plan = self.plan
         report.fetched = self.source_bytes + sum(self.peer_bytes.values())
         report.needed = sum(run.needed for run in plan.runs)
         report.bytes = plan.needed_bytes
         report.paths += [
-            PathReport(f"peer {peer}", "", "native-tcp", count) for peer, count in sorted(self.peer_bytes.items())
+            PathReport(f"peer {peer}", "", transports[peer], count) for peer, count in sorted(self.peer_bytes.items())
         ]
         report.notes += [f"peer {peer} was left: {why}" for peer, why in sorted(self._lost.items())]
         report.extra["fanout"] = {

@@ -116,6 +116,7 @@ class Peer:
         one that gave no byte does.
         """
         self.place = place
+        self.transport = ""  # what the bytes came by
         self._config = peer_config(place, path, options)
         self._extents = extents
         self._board = board
@@ -156,6 +157,7 @@ class Peer:
         store = open_store(self._config)
         try:
             choice = choose("node", "shared", stores=[(self._config, store)])
+            self.transport = choice.spec.name
             return _Link(store, open_transports(self._config, store, choice)[0])
         except BaseException:
             store.close()

@@ -19,7 +19,7 @@ NATIVE = TransportSpec(
     "native-rdma",
     "a storage node writes straight into this host's memory, and reads out of it",
     "kvctl_verbs.opening:open_native",
-    schemes=("node",),
+    schemes=("node", "peer"),
     rank=30,
     options=(
         *_OPTIONS,

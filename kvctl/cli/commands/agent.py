@@ -42,6 +42,14 @@ _socket = option(
 )  # fmt: skip
 @option("--tls-cert", type=_FILE, envvar=None, section=_PEERS, help="PEM certificate with its chain: HTTPS only.")
 @option(
+    "--rdma", type=click.Choice(["auto", "off", "require"]), default="auto", show_default=True, envvar=None,
+    section=_PEERS, help="Answer peers' RDMA tokens when a plug-in can; require: do not start without.",
+)  # fmt: skip
+@option(
+    "--rdma-allow", metavar="CIDR", multiple=True, envvar=None, section=_PEERS,
+    help="Connect back to this network too, not to the HTTP peer's address only; may repeat.",
+)  # fmt: skip
+@option(
     "--peers-ucx", metavar="HOST:PORT", envvar="KVCTL_AGENT_PEERS_UCX", section=_PEERS,
     help="Let other hosts read the slots' memory by NIXL (UCX), as ucx://HOST:PORT/SLOT.",
 )  # fmt: skip
@@ -59,6 +67,8 @@ def serve(
     open_to: tuple[str, ...],
     tls_cert: str | None,
     tls_key: str | None,
+    rdma: str,
+    rdma_allow: tuple[str, ...],
     peers_ucx: str | None,
     peers_ucx_key: str | None,
 ) -> None:
@@ -81,7 +91,7 @@ def serve(
     settings = AgentSettings(
         socket or default_socket(),
         memory or memory_available() * 3 // 4,
-        None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key),
+        None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key, rdma, rdma_allow),
         None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
     )
 
@@ -102,7 +112,13 @@ def serve(
 
 
 def _peer_settings(
-    listen: str, key_file: str | None, open_to: tuple[str, ...], tls_cert: str | None, tls_key: str | None
+    listen: str,
+    key_file: str | None,
+    open_to: tuple[str, ...],
+    tls_cert: str | None,
+    tls_key: str | None,
+    rdma: str,
+    rdma_allow: tuple[str, ...],
 ) -> NodeSettings:
     from kvctl.cli.commands.node import _master_keys
     from kvctl.node.settings import NodeSettings, parse_listen, parse_networks
@@ -114,7 +130,8 @@ def _peer_settings(
         open_to=parse_networks(open_to),
         tls_cert=tls_cert,
         tls_key=tls_key,
-        rdma="off",
+        rdma=rdma,
+        rdma_allow=tuple(str(network) for network in parse_networks(rdma_allow)),
     )
 
 
