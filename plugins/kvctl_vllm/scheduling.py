@@ -27,8 +27,8 @@ Request = Any  # vLLM's own, of any release
 
 @dataclass(slots=True)
 class _Asked:
-    """A request on its way in. `generation`: of the weights that `found` is about. `ordered`: after how many preemptions
-    it was loaded last; a load that failed is not tried again, the request computes.
+    """A request on its way in. `generation`: of the weights that `found` is about. `ordered`: after how many
+    preemptions it was loaded last; a load that failed is not tried again, the request computes.
     """
 
     ask: Ask
