@@ -26,6 +26,7 @@ from kvctl.core.errors import (
     TransientError,
     UsageError,
 )
+from kvctl.memory.buffers import round_up
 from kvctl.transports.options import check_names, number
 from kvctl_verbs import probe
 from kvctl_verbs.bindings import load
@@ -40,6 +41,7 @@ _OPTIONS: Final = (
     "timeout",
 )  # fmt: skip
 _FLUSH: Final = 1 << 32  # the number of the read that follows the last write
+_SMALL: Final = 64 << 10  # bytes that are not worth cutting
 _CLIENT_FAULTS: Final = ("WC_REM_ACCESS_ERR", "WC_REM_INV_REQ_ERR", "WC_REM_OP_ERR")
 
 
@@ -110,6 +112,13 @@ def parse_options(options: Mapping[str, str]) -> Options:
 
 def parse_allow(texts: tuple[str, ...]) -> tuple[Network, ...]:
     return tuple(ipaddress.ip_network(text) for text in texts)
+
+
+def step_of(length: int, piece: int) -> int:
+    """Bytes that move at a time: a request of few pieces is cut into quarters, so that the file is read while the
+    device writes. Pure.
+    """
+    return min(piece, max(_SMALL, round_up(-(-length // 4))))
 
 
 class VerbsEngine:
@@ -229,6 +238,7 @@ class _Work:
         self._flying: deque[tuple[int, int, int]] = deque()  # piece, offset in the range, length; in order
         self._held: set[int] = set()
         self._moved = 0
+        self._step = step_of(request.length, pool.piece)
 
     def write_out(self, fd: int, start: int) -> None:
         length, depth = self._request.length, self._options.connections.depth
@@ -240,7 +250,7 @@ class _Work:
                     piece = self._take()
                     if piece is None:
                         break
-                    count = min(self._pool.piece, length - posted)
+                    count = min(self._step, length - posted)
                     self._fill(fd, start + posted, piece, count)
                     address = self._pool.address(piece)
                     self._connection.pair.write(
@@ -270,7 +280,7 @@ class _Work:
                     piece = self._take()
                     if piece is None:
                         break
-                    count = min(self._pool.piece, length - posted)
+                    count = min(self._step, length - posted)
                     address = self._pool.address(piece)
                     self._connection.pair.read(
                         piece, address, self._memory, count, self._token.address + posted, self._token.rkey

@@ -34,7 +34,7 @@ from kvctl.transports.registry import probe as probe_spec
 from kvctl.transports.wire import Head
 from kvctl_verbs import bindings, cm, sysfs
 from kvctl_verbs.answers import check_empty, check_placed
-from kvctl_verbs.engine import parse_options
+from kvctl_verbs.engine import parse_options, step_of
 from kvctl_verbs.policy import allowed
 from kvctl_verbs.pool import Pool
 from kvctl_verbs.probe import probe
@@ -302,6 +302,15 @@ def test_who_waits_for_transfer_memory_is_served_before_who_has_some_already() -
     pool.view(second, 10)[:] = b"0123456789"
     assert ctypes.string_at(pool.address(second), 10) == b"0123456789"
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("length", "step"),
+    [(1, 1 << 16), (1 << 16, 1 << 16), (1 << 20, 1 << 18), ((1 << 20) + 1, (1 << 18) + 4096), (1 << 30, 1 << 20)],
+)
+def test_requests_of_few_pieces_are_cut_finer(length: int, step: int) -> None:
+    assert step_of(length, 1 << 20) == step
+    assert step_of(length, 4096) == 4096
 
 
 def test_options_of_the_engine() -> None:
