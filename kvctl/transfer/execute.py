@@ -36,7 +36,7 @@ from kvctl.core.units import format_size
 from kvctl.memory.arena import Arena
 from kvctl.memory.buffers import Buffer
 from kvctl.transfer.lanes import Lane, percentile
-from kvctl.transfer.tasks import Place, RunStats, Spread, Task
+from kvctl.transfer.tasks import Place, RunStats, Spread, Task, as_parts, spread_out
 from kvctl.transports.api import Completion, Op, Status
 
 TICK: Final = 0.05  # seconds between looks at deadlines, delayed retries and hedges
@@ -408,7 +408,7 @@ class Executor:
             lane.active_since = attempt.started
         self._inflight[id(lane)] += 1
         self._inflight_bytes += task.length
-        parts = task.parts if attempt.spread is None else _parts(attempt.spread, buffer.view, offset)
+        parts = task.parts if attempt.spread is None else as_parts(attempt.spread, buffer.view, offset)
         return Op(
             attempt.op_id, task.kind, place.key, task.offset, task.length, buffer, offset, place.version,
             task.object_size, task.priority, parts,
@@ -567,7 +567,7 @@ class Executor:
             if attempt.spread is not None:
                 view = view[: sum(item for item in attempt.spread if isinstance(item, int))]
             elif task.spread is not None:
-                view = _spread_out(view, task.spread())
+                view = spread_out(view, task.spread())
             if task.on_bytes is not None:
                 task.on_bytes(task, view)
         except IntegrityError as error:
@@ -631,31 +631,3 @@ class Executor:
         if attempt.scratch is not None and self._hedge_arena is not None:
             self._hedge_arena.give(attempt.scratch)
             attempt.scratch = None
-
-
-def _parts(spread: Spread, arena: memoryview, at: int) -> tuple[memoryview, ...]:
-    """The spread as views: what goes through the arena, from `at` on in one piece."""
-    if all(isinstance(item, memoryview) for item in spread):
-        return tuple(spread)  # type: ignore[arg-type]  # as the line above says
-    parts: list[memoryview] = []
-    for item in spread:
-        if isinstance(item, memoryview):
-            parts.append(item)
-        else:
-            parts.append(arena[at : at + item])
-            at += item
-    return tuple(parts)
-
-
-def _spread_out(view: memoryview, spread: Spread) -> memoryview:
-    """Copy a range in one piece to where its bytes belong; what is left to the arena moves to the view's start."""
-    at = kept = 0
-    for item in spread:
-        if isinstance(item, memoryview):
-            item[:] = view[at : at + len(item)]
-            at += len(item)
-        else:
-            view[kept : kept + item] = view[at : at + item]
-            kept += item
-            at += item
-    return view[:kept]

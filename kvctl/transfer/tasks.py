@@ -25,6 +25,34 @@ Spread = Sequence[memoryview | int]
 """Where the bytes of a range go, in turn: into a view, or, for so many of them, through the arena."""
 
 
+def as_parts(spread: Spread, arena: memoryview, at: int) -> tuple[memoryview, ...]:
+    """The spread as views: what goes through the arena, from `at` on in one piece."""
+    if all(isinstance(item, memoryview) for item in spread):
+        return tuple(spread)  # type: ignore[arg-type]  # as the line above says
+    parts: list[memoryview] = []
+    for item in spread:
+        if isinstance(item, memoryview):
+            parts.append(item)
+        else:
+            parts.append(arena[at : at + item])
+            at += item
+    return tuple(parts)
+
+
+def spread_out(view: memoryview, spread: Spread) -> memoryview:
+    """Copy a range in one piece to where its bytes belong; what is left to the arena moves to the view's start."""
+    at = kept = 0
+    for item in spread:
+        if isinstance(item, memoryview):
+            item[:] = view[at : at + len(item)]
+            at += len(item)
+        else:
+            view[kept : kept + item] = view[at : at + item]
+            kept += item
+            at += item
+    return view[:kept]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Move `length` bytes at `offset` of an object. Any of `places` serves a read, best first; a write has one.

@@ -242,6 +242,16 @@ def test_a_flipped_bit_is_found_in_its_fragment() -> None:
             packs.verify_fragment(header, other, stored)
 
 
+def test_raw_fragments_are_packed_from_where_they_lie() -> None:
+    geometry = PackGeometry(0, Group("full", (0, 1), 3, 8, 8), "BF16", 5, 1, 2)
+    blocks = chain_for(geometry, 0, 3)
+    cache = Cache(geometry, 0, blocks[-1].end, 1)
+    parts = packs.encode_parts(geometry, NS, blocks, cache)
+    assert b"".join(parts) == packs.encode_pack(geometry, NS, blocks, cache)
+    theirs = sum(any(part.obj is data for data in cache.parts.values()) for part in parts)
+    assert theirs == 2 * 2 * 3 * 2  # of each head both runs of two blocks; the last one ends in zeros
+
+
 def test_large_fragments_begin_at_pages_and_small_ones_are_packed() -> None:
     large = PackGeometry(0, Group("full", (0,), 2, 128, 128), "BF16", 32, 1, 32)  # 128 KiB a fragment
     blocks = chain_for(large, 0, 0)
