@@ -1,12 +1,12 @@
 """The storage node and native-tcp against the least that sockets can do, in one interleaved run on loopback.
 
-`bare`: a server that only calls sendfile, a client that only receives into memory (bare_server.py): no HTTP, no checks.
-`http.client`: Python's own and `readinto`, against static_server.py, which sends files. `native-tcp`: our transport and
-our node, tokens and checks included. `node`: our node, asked by a bare client with HTTP heads made beforehand: what the
-node costs without our client. Every rival moves the same ranges of one warm file to the same places of an arena that no
-core's cache holds, as a load does. Latencies are the caller's: from handing over a request to having its bytes. Where
-there are two cores and more, servers and clients have cores of their own, as hosts have; `--unpinned` leaves it to the
-scheduler.
+`bare`: a server that only calls sendfile (kvctl.testing.bare_server), a client that sends heads made beforehand and
+only receives into memory. `http.client`: Python's own and `readinto`, against static_server.py, which sends files.
+`native-tcp`: our transport and our node, tokens and checks included. `node`: our node, asked by a bare client with
+HTTP heads made beforehand: what the node costs without our client. Every rival moves the same ranges of one warm file
+to the same places of an arena that no core's cache holds, as a load does. Latencies are the caller's: from handing
+over a request to having its bytes. Where there are two cores and more, servers and clients have cores of their own,
+as hosts have; `--unpinned` leaves it to the scheduler.
 
 Usage: python -m scripts.bench.node [--out FILE] [--sizes 64KiB,1MiB,..] [--concurrency 1,4] [--rounds N] [--work DIR]
 """
@@ -25,9 +25,10 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +39,6 @@ from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Op, Status, Transport
 from kvctl.transports.node_auth import TOKEN_HEADER, Asked, ScopedKey, read_key_file
 from kvctl.transports.registry import choose, open_store, open_transports
-from scripts.bench.bare_server import REQUEST
 from scripts.bench.table import percentile
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -153,30 +153,19 @@ class Threads(Rival):
             sock.close()
 
 
-def _fill(sock: socket.socket, view: memoryview, got: int) -> None:
-    while got < len(view):
-        got += sock.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
+class Sockets(Threads):
+    """Heads made before: one send and the receives are all that is measured."""
 
-
-class Bare(Threads):
-    name = "bare"
-
-    def fetch(self, number: int, offset: int, view: memoryview) -> None:
-        self._sockets[number].sendall(REQUEST.pack(offset, len(view)))
-        _fill(self._sockets[number], view, 0)
-
-
-class RawNode(Threads):
-    name = "node"
-
-    def __init__(self, port: int, pids: Sequence[int], key: ScopedKey) -> None:
+    def __init__(self, name: str, port: int, pids: Sequence[int], head: Callable[[int, int], bytes]) -> None:
+        """`head` of a range's offset and length."""
         super().__init__(port, pids)
-        self._key = key
+        self.name = name
+        self._head = head
         self._heads: dict[int, bytes] = {}
 
     def prepare(self, offsets: Sequence[int], size: int, concurrency: int) -> None:
         super().prepare(offsets, size, concurrency)
-        self._heads = {offset: _http_head(self._key, offset, size) for offset in offsets}
+        self._heads = {offset: self._head(offset, size) for offset in offsets}
 
     def fetch(self, number: int, offset: int, view: memoryview) -> None:
         sock = self._sockets[number]
@@ -184,8 +173,10 @@ class RawNode(Threads):
         data = sock.recv(1024)
         body = data.index(b"\r\n\r\n") + 4
         assert data.startswith(b"HTTP/1.1 206")
-        view[: len(data) - body] = data[body:]
-        _fill(sock, view, len(data) - body)
+        got = len(data) - body
+        view[:got] = data[body:]
+        while got < len(view):
+            got += sock.recv_into(view[got:], len(view) - got, socket.MSG_WAITALL)
 
 
 class HttpClient(Threads):
@@ -254,7 +245,11 @@ def pin(pids: Sequence[int]) -> bool:
     return bool(half)
 
 
-def _http_head(key: ScopedKey, offset: int, size: int) -> bytes:
+def _bare_head(offset: int, size: int) -> bytes:
+    return f"GET / HTTP/1.1\r\nhost: bare\r\nrange: bytes={offset}-{offset + size - 1}\r\n\r\n".encode()
+
+
+def _node_head(key: ScopedKey, offset: int, size: int) -> bytes:
     span = f"bytes={offset}-{offset + size - 1}"
     token = key.token(Asked("GET", f"/v1/{KEY}", span), life=600)
     fields = f"host: node\r\nuser-agent: bench\r\n{TOKEN_HEADER}: {token}\r\nrange: {span}"
@@ -345,7 +340,7 @@ def main() -> None:
         with open(path, "wb") as file:
             file.writelines(os.urandom(1 << 20) for _ in range(object_size >> 20))
         node = stack.enter_context(NodeProcess.start(str(work)))
-        bare_port, bare_pid = stack.enter_context(server("scripts.bench.bare_server", path))
+        bare_port, bare_pid = stack.enter_context(server("kvctl.testing.bare_server", path))
         http_port, http_pid = stack.enter_context(server("scripts.bench.static_server", work / "data", "data"))
         config = node.store()
         (key,) = read_key_file(config.options["key_file"])
@@ -355,9 +350,9 @@ def main() -> None:
         cores = len(os.sched_getaffinity(0))
         pinned = not options.unpinned and pin([node.process.pid, bare_pid, http_pid])
         rivals: list[Threads] = [
-            Bare(bare_port, [bare_pid]),
+            Sockets("bare", bare_port, [bare_pid], _bare_head),
             HttpClient(http_port, [http_pid]),
-            RawNode(node.port, [node.process.pid], key),
+            Sockets("node", node.port, [node.process.pid], partial(_node_head, key)),
         ]
         for rival in rivals:
             stack.callback(rival.close)
