@@ -28,7 +28,7 @@ from kvctl.node.tls import TlsChannel
 from kvctl.node.tree import Tree
 
 _BACKLOG: Final = 1024
-_SPARE_FDS: Final = 128
+_SPARE_FDS: Final = 512  # half of them for objects that are kept open
 _REFUSALS: Final = 32  # answered at once beyond the limit; more are closed without a word
 _TLS_SECONDS: Final = 10.0
 _WATCH_SECONDS: Final = 0.5

@@ -282,3 +282,18 @@ def test_the_quick_way_knows_foreign_expired_and_narrow_keys(node: NodeProcess, 
             assert raw.answer().status == status
         raw.sock.sendall(f"GET {at} HTTP/1.1\r\nhost: n\r\nuser-agent: kvctl\r\nrange: {span}\r\n\r\n".encode())
         assert raw.answer().status == 401
+
+
+def test_a_reader_of_the_quick_way_that_does_not_read_is_let_go(start: Callable[..., NodeProcess]) -> None:
+    node = start("--body-timeout", "0.3")
+    key = Key.derived((Path(node.folder) / "master.key").read_text())
+    (Path(node.data) / "k").write_bytes(bytes(64 * MIB))
+    with Raw((node.host, node.port), key) as slow, Raw((node.host, node.port), key) as other:
+        slow.sock.sendall(ours(key, "/v1/k", f"bytes=0-{64 * MIB - 1}"))
+        deadline = time.monotonic() + 60
+        while node.metrics()["kvctl_node_connections"] > 2:  # the other one, and the one that asks
+            other.sock.sendall(ours(key, "/v1/k", "bytes=0-0"))
+            assert other.answer().body == b"\0"
+            assert time.monotonic() < deadline
+        assert node.metrics()["kvctl_node_requests_in_flight"] == 1
+        assert len(slow.file.read()) < 64 * MIB
