@@ -62,6 +62,8 @@ class Session:
         name = document.get("slot")
         if name is not None:
             slots.check_known(str(name))
+        with slots.lock:
+            found = [describe(item) for item in slots.generations() if name is None or item.slot == name]
         return {
             "schema": LIST_SCHEMA,
             "socket": self._agent.settings.socket,
@@ -69,7 +71,7 @@ class Session:
             "peers": self._agent.peers_url,
             "budget_bytes": slots.budget,
             "used_bytes": slots.used_bytes,
-            "slots": [describe(item) for item in slots.generations() if name is None or item.slot == name],
+            "slots": found,
         }, ()
 
     def _reserve(self, document: Document) -> Answer:

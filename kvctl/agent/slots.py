@@ -136,7 +136,7 @@ class Slots:
         self._linger = linger
         self._slots: dict[str, _Slot] = {}
         self._numbers: dict[str, int] = {}  # of generations so far, also of slots that are gone
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # hold it to look at handles: they are not closed meanwhile
 
     # -- loading -------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Slots:
         being loaded), CapacityError (refused before the first byte).
         """
         check_name(ask.slot)
-        with self._lock:
+        with self.lock:
             slot = self._slots.get(ask.slot)
             if slot is not None and slot.loading is not None:
                 loader = slot.loading.loader
@@ -176,7 +176,7 @@ class Slots:
 
     def stage(self, made: Generation) -> None:
         """Its bytes are there and can change no more; it serves only those who ask for it by name."""
-        with self._lock:
+        with self.lock:
             self._loading(made)
             made.state = State.STAGED
 
@@ -188,7 +188,7 @@ class Slots:
 
     def commit(self, made: Generation, *, keep_previous: bool = False) -> None:
         """It serves from now on. The one before is kept, or freed with its last lease."""
-        with self._lock:
+        with self.lock:
             slot = self._loading(made)
             if made.state is not State.STAGED:
                 raise ConflictError(f"generation {made.ident} of slot {made.slot} is not complete")
@@ -209,7 +209,7 @@ class Slots:
 
     def abandon(self, made: Generation) -> None:
         """Its loader failed or died: what landed is freed."""
-        with self._lock:
+        with self.lock:
             slot = self._slots.get(made.slot)
             if slot is None or slot.loading is not made:
                 return
@@ -219,7 +219,7 @@ class Slots:
 
     def rollback(self, name: str) -> Generation:
         """The kept generation serves again, and the one that served is kept. Raises NotFoundError."""
-        with self._lock:
+        with self.lock:
             slot = self._known(name)
             if slot.previous is None or slot.current is None:
                 raise NotFoundError(
@@ -233,7 +233,7 @@ class Slots:
         """Free the slot, bytes. Raises NotFoundError, ConflictError while somebody uses it, unless `force`: then what
         is mapped lives on in its users only.
         """
-        with self._lock:
+        with self.lock:
             slot = self._known(name)
             wanted = [item for item in (None if previous_only else slot.current, slot.previous) if item is not None]
             held = [holder for item in wanted for holder, _ in item.leases.values()]
@@ -258,7 +258,7 @@ class Slots:
 
     def acquire(self, name: str, holder: Holder, ident: str | None = None) -> Generation:
         """A lease on the current generation, or on the one called `ident`. Raises NotFoundError."""
-        with self._lock:
+        with self.lock:
             slot = self._known(name)
             found = slot.current
             if ident is not None:
@@ -275,7 +275,7 @@ class Slots:
 
     def release(self, holder: Holder, generation: Generation | None = None) -> None:
         """Give up one lease, or, when the holder is gone, all that it has; and what it was loading."""
-        with self._lock:
+        with self.lock:
             for slot in list(self._slots.values()):
                 for item in list(slot.all()):
                     if generation is None:
@@ -292,7 +292,7 @@ class Slots:
 
     def acquire_fds(self, name: str, holder: Holder, ident: str | None = None) -> tuple[Generation, list[int]]:
         """A lease, and descriptors of our own of the generation's files, which the caller closes."""
-        with self._lock:
+        with self.lock:
             found = self.acquire(name, holder, ident)
             return found, [os.dup(fd) for fd in found.handles]
 
@@ -302,7 +302,7 @@ class Slots:
         """The current generation, or the one called `ident` (by a peer that reads it), also one being loaded.
         Raises NotFoundError.
         """
-        with self._lock:
+        with self.lock:
             slot = self._known(name)
             for item in slot.all():
                 if item is slot.current if ident is None else ident in {item.ident, item.fingerprint}:
@@ -313,7 +313,7 @@ class Slots:
         """A descriptor of one file of what `find` finds, for a peer, who holds no lease; the caller closes it.
         Raises NotFoundError.
         """
-        with self._lock:
+        with self.lock:
             found = self.find(name, ident)
             for known, fd in zip(found.files, found.handles, strict=False):
                 if known.name == file:
@@ -323,17 +323,17 @@ class Slots:
 
     def check_known(self, name: str) -> None:
         """Raises NotFoundError when no slot has this name."""
-        with self._lock:
+        with self.lock:
             self._known(name)
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
+        with self.lock:
             return sum(item.nbytes for slot in self._slots.values() for item in slot.all())
 
     def generations(self) -> Sequence[Generation]:
         """All that is not freed, by slot and number."""
-        with self._lock:
+        with self.lock:
             found = [item for slot in self._slots.values() for item in slot.all()]
         return sorted(found, key=lambda item: (item.slot, item.number))
 
@@ -341,7 +341,7 @@ class Slots:
 
     def sweep(self, *, at_once: bool = False) -> None:
         """Free what drains and has no lease left; what peers have just read waits a little, unless `at_once`."""
-        with self._lock:
+        with self.lock:
             now = self._clock()
             for slot in list(self._slots.values()):
                 for item in list(slot.draining):
