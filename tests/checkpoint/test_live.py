@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvctl.checkpoint import catalog, names
+from kvctl.checkpoint import pacing as pacing_module
 from kvctl.checkpoint.create import CreateRequest, create, missed
 from kvctl.checkpoint.engine import EngineLatencies, EngineWeights
 from kvctl.checkpoint.latency import Canary, Histogram, Latencies, open_latencies
@@ -22,6 +23,7 @@ from kvctl.checkpoint.shards import LiveShards, LiveTensor, LiveWeights
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, EnvError, UsageError
+from kvctl.core.events import NullProgress
 from kvctl.engines.api import EngineAdapter, EngineInfo, Sample, Samples, WeightSet, WeightTensor
 from kvctl.transfer.report import Report
 from kvctl.weights.load import run_load
@@ -224,6 +226,33 @@ def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_wh
     assert pacing["deadline_missed"]
     assert pacing["backoffs"] > 0
     assert missed(report) == "p99 was 40.0 ms over the baseline, the budget was 1 ms; the deadline had passed"
+    assert values(to) == {0}
+
+
+class Vanishing(Told):
+    """An engine that tells nothing any more once the checkpoint runs."""
+
+    def take(self) -> Sequence[float]:
+        return [self._gap] * 40 if time.monotonic() < self._until else []
+
+
+def test_an_engine_whose_samples_vanish_is_paced_by_rate_alone_and_that_is_said(
+    to: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing_module, "WINDOW_SECONDS", 0.1)
+    told: list[str] = []
+
+    class Notes(NullProgress):
+        def note(self, message: str) -> None:
+            told.append(message)
+
+    request = CreateRequest(to, Limits(budget=0.001, max_rate=4e5, min_rate=1e5), baseline_seconds=0.5)
+    source = LiveShards(Trainer([]), 2 * TENSORS[0].nbytes)
+    report = create(source, request, Context(progress=Notes()), latencies=Vanishing(0.01, 0.01))
+    assert report.extra["pacing"]["by"] == "rate alone at the end: the latencies vanished"
+    assert report.extra["pacing"]["highest_rate"] == 4e5
+    assert not report.extra["pacing"]["budget_missed"]
+    assert any("tells no latencies any more" in note for note in told)
     assert values(to) == {0}
 
 
