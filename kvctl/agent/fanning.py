@@ -90,7 +90,7 @@ def _find_self(peers: Sequence[str], target: SlotTarget, options: Mapping[str, s
     if own in peers:
         return own
     for place in peers:
-        if agent_at(place, options) == ident:
+        if agent_at(place, target.slot, options) == ident:
             return place
     raise UsageError(
         "this host's agent is not among the peers",

@@ -1,7 +1,7 @@
 """The agent's slots as the objects of a storage node, so that other hosts read them with the node's own client, tokens
 and limits. Read only.
 
-    .agent.json              which agent this is
+    SLOT/.agent.json         which agent this is; under any slot's name, where a key may be good for one only
     SLOT/.slot.json          the generation that serves, and its files
     SLOT/IDENT/FILE          a file of a generation; also while it is loaded, when IDENT is its fingerprint
     SLOT/FINGERPRINT/.have   8 bytes for each run of the load: the XXH3 of its bytes when they are there, else 0
@@ -81,7 +81,7 @@ class SlotTree(Tree):
         return max(0, self._slots.budget - self._slots.used_bytes)
 
     def _document(self, parts: list[str]) -> bytes:
-        if parts == [AGENT_DOCUMENT]:
+        if len(parts) == 2 and parts[1] == AGENT_DOCUMENT:
             return json.dumps({"schema": DOCUMENT_SCHEMA, "agent": self._ident}).encode()
         if len(parts) != 2:
             raise NotFoundError(f"{'/'.join(parts)}: no such object")

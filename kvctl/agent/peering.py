@@ -91,10 +91,10 @@ def peer_config(place: str, path: str, options: Mapping[str, str]) -> StoreConfi
     return StoreConfig(f"node://{place}/{path}", (), {"connect_timeout": "2", "timeout": "5", **options})
 
 
-def agent_at(place: str, options: Mapping[str, str]) -> str | None:
+def agent_at(place: str, slot: str, options: Mapping[str, str]) -> str | None:
     """Which agent answers at HOST:PORT; None when nobody does. Raises KvctlError that no waiting mends (AuthError)."""
     try:
-        store = open_store(StoreConfig(f"node://{place}", (), {"connect_timeout": "2", "timeout": "5", **options}))
+        store = open_store(peer_config(place, slot, options))
         try:
             return str(json.loads(store.get(AGENT_DOCUMENT))["agent"])
         finally:

@@ -25,6 +25,7 @@ from kvctl.repo.repo import Repo
 from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transfer.report import Report
+from kvctl.transports.node_auth import MasterKey
 from kvctl.weights.load import plan_load, run_load
 from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
@@ -201,6 +202,26 @@ def test_a_peer_that_gives_wrong_bytes_is_left_and_told(start: Start, tmp_path: 
     assert share["source_bytes"] == report.needed
     assert any("wrong bytes" in note for note in report.notes)
     assert same_files(read_slot(good, "m"), files)
+
+
+def test_this_hosts_agent_is_recognised_under_another_name_with_a_key_for_its_slot_only(
+    start: Start, tmp_path: Path
+) -> None:
+    files = write_llama(str(tmp_path / "m"))
+    master = MasterKey.make()
+    (tmp_path / "master.key").write_text(f"{master.text()}\n")
+    (tmp_path / "slot.key").write_text(f"{master.scoped('ro', 'm').text()}\n")
+    for name in ("master.key", "slot.key"):
+        (tmp_path / name).chmod(0o600)
+    agent = start("--peers", "127.0.0.1:0", "--key-file", str(tmp_path / "master.key"))
+    alias = agent.place.replace("127.0.0.1", "localhost")
+    target = SlotTarget("m", SlotOptions(), socket=agent.socket)
+    options = {**PATIENT, "key_file": str(tmp_path / "slot.key")}
+    report = load_with_peers(
+        LoadRequest(str(tmp_path / "m"), into="slot:m"), target, [alias], Context(), options=options
+    )
+    assert report.extra["fanout"]["me"] == alias
+    assert same_files(read_slot(agent, "m"), files)
 
 
 def test_an_agent_that_is_not_among_the_peers_is_told(start: Start, tmp_path: Path) -> None:
