@@ -41,6 +41,7 @@ _socket = option(
     help="Serve peers of this network without tokens; may repeat.",
 )  # fmt: skip
 @option("--tls-cert", type=_FILE, envvar=None, section=_PEERS, help="PEM certificate with its chain: HTTPS only.")
+@option("--tls-key", type=_FILE, envvar=None, section=_PEERS, help="Its key, if it is not in the same file.")
 @option(
     "--rdma", type=click.Choice(["auto", "off", "require"]), default="auto", show_default=True, envvar=None,
     section=_PEERS, help="Answer peers' RDMA tokens when a plug-in can; require: do not start without.",
@@ -57,7 +58,6 @@ _socket = option(
     "--peers-ucx-key", type=_FILE, envvar="KVCTL_PEER_KEY_FILE", section=_PEERS,
     help="File with a key shared with them; without it only this host is served.",
 )  # fmt: skip
-@option("--tls-key", type=_FILE, envvar=None, section=_PEERS, help="Its key, if it is not in the same file.")
 def serve(
     *,
     socket: str | None,
