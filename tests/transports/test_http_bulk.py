@@ -247,14 +247,19 @@ def test_a_bad_answer_fails_its_read_and_spoils_no_other(
 
 
 def test_bytes_behind_an_answer_are_no_answer(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    sent = threading.Event()
+
     def more(peer: socket.socket, first: int, last: int) -> None:
         good(peer, first, last)
         peer.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
+        sent.set()
 
-    _, transport = peers(more)
+    peer, transport = peers(more)
     # of a body that does not fit into the first receive: what follows it is not noticed then
     assert one(transport, length=100_000).status is Status.DONE
+    assert sent.wait(30)
     assert one(transport).status is Status.DONE
+    assert peer.connections == 2
 
 
 def test_refusals_and_interim_answers_take_one_request(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
