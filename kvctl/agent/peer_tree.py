@@ -14,8 +14,9 @@ import os
 import tempfile
 from typing import Final, Self
 
+from kvctl.agent.generations import HAVE, State
 from kvctl.agent.memory import make_memfd
-from kvctl.agent.slots import HAVE, Slots, State
+from kvctl.agent.slots import Slots
 from kvctl.core.errors import AuthError, KvctlError, NotFoundError
 from kvctl.node.tree import Draft, Stat, Tree, check_name
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from kvctl.agent.generations import HAVE, HAVE_ENTRY
 from kvctl.agent.peer_tree import AGENT_DOCUMENT
-from kvctl.agent.slots import HAVE, HAVE_ENTRY
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import IntegrityError, KvctlError, NotFoundError
 from kvctl.memory.buffers import Buffer

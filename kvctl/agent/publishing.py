@@ -10,8 +10,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Final, Protocol
 
+from kvctl.agent.generations import HAVE, Holder, State
 from kvctl.agent.memory import SealedBuffer
-from kvctl.agent.slots import HAVE, Holder, Slots, State
+from kvctl.agent.slots import Slots
 from kvctl.core.errors import ConfigError, EnvError, KvctlError, NotFoundError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.registry import load_object, probe, transport_specs

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State
 from kvctl.agent.memory import seal
-from kvctl.agent.slots import Generation, Holder, Reserve, SlotFile, State
 from kvctl.core.errors import ConflictError, UsageError
 
 if TYPE_CHECKING:

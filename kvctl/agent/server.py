@@ -22,11 +22,12 @@ from types import FrameType
 from typing import Final
 
 from kvctl.agent import wire
+from kvctl.agent.generations import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile
 from kvctl.agent.memory import make_memfd
 from kvctl.agent.publishing import Publisher, open_source
 from kvctl.agent.requests import Session
 from kvctl.agent.settings import AgentSettings
-from kvctl.agent.slots import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile, Slots
+from kvctl.agent.slots import Slots
 from kvctl.core.errors import AuthError, EnvError, KvctlError
 from kvctl.memory.budget import memory_available
 

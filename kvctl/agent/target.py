@@ -14,8 +14,8 @@ from typing import Any
 
 from kvctl.agent.client import AgentClient, OpenedSlot
 from kvctl.agent.driving import Driver
+from kvctl.agent.generations import HAVE, HAVE_ENTRY, check_name, check_same_shape
 from kvctl.agent.memory import MemfdBuffer
-from kvctl.agent.slots import HAVE, HAVE_ENTRY, check_name, check_same_shape
 from kvctl.core.errors import UsageError
 from kvctl.weights.runs import OutputFile
 from kvctl.weights.safetensors import parse_header

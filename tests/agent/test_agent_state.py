@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvctl.agent.slots import Generation, Holder, Reserve, SlotFile, Slots, State, check_name, check_same_shape
+from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State, check_name, check_same_shape
+from kvctl.agent.slots import Slots
 from kvctl.core.errors import IncompatibleError, KvctlError, UsageError
 
 NAMES = st.sampled_from(["a", "b"])
