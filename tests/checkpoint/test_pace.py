@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.checkpoint import names
@@ -23,6 +23,7 @@ WINDOWS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(
     WINDOWS, st.one_of(st.none(), st.integers(1 << 20, 1 << 34)), st.integers(1 << 10, 1 << 20),
     st.one_of(st.none(), st.floats(1, 1000)),
@@ -76,6 +77,7 @@ def test_p99_is_the_nearest_rank() -> None:
     assert p99([1.0, 2.0]) == 2.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**6), unique=True, max_size=20), st.integers(1, 25), st.data())
 def test_retention_keeps_the_newest_and_what_latest_names(stamps: list[int], keep: int, data: st.DataObject) -> None:
     idents = [f"{stamp:014d}" for stamp in stamps]
@@ -111,6 +113,7 @@ TENSORS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(TENSORS, st.integers(1, 10000))
 def test_shards_hold_every_tensor_once_and_are_right_safetensors_files(
     kinds: list[tuple[str, list[int]]], limit: int
