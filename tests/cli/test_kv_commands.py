@@ -363,8 +363,10 @@ def test_wrong_arguments_are_2_and_say_how(kvctl: Kvctl, lab: Path, args: list[s
     assert says in done.err
 
 
-def test_engines_need_their_plug_in(kvctl: Kvctl, lab: Path) -> None:
-    assert kvctl("kv", "pull", "alice/chat", "--into", "engine:http://gpu:8000").code == 10
+def test_an_engine_that_does_not_answer_is_6(kvctl: Kvctl, lab: Path) -> None:
+    done = kvctl("kv", "pull", "alice/chat", "--into", "engine:http://127.0.0.1:9")
+    assert done.code == 6, done.err
+    assert "http://127.0.0.1:9 does not answer" in done.err
 
 
 def test_a_bundle_without_tokens_wants_the_transcript(kvctl: Kvctl, lab: Path) -> None:
