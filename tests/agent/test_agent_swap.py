@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,29 @@ def test_the_new_generation_can_be_read_by_name_before_it_serves_and_an_engine_m
         swap(agent, tmp_path / "2", SlotOptions(driver=Refusing()))
     assert seen == [True]
     eventually(lambda: states(agent) == [(1, "ready")], "the refused generation is freed")
+
+
+def test_swaps_as_they_are_typed_and_their_exit_codes(agent: AgentProcess, tmp_path: Path) -> None:
+    write_llama(str(tmp_path / "1"))
+    write_llama(str(tmp_path / "2"), seed=2)
+    write_llama(str(tmp_path / "other"), LlamaShape(layers=3))
+    load(agent, tmp_path / "1")
+
+    def typed(*arguments: str) -> tuple[int, dict[str, Any]]:
+        return kvctl("swap", *arguments, socket=agent.socket, state=tmp_path)[:2]
+
+    assert typed("slot:m", "--rollback")[0] == 4
+    code, report = typed("slot:m", str(tmp_path / "2"), "--keep-previous")
+    assert (code, report["command"], report["extra"]["slot"]["generation"]) == (0, "swap", 2)
+    code, document = typed("slot:m", "--rollback")
+    assert (code, document["generation"]) == (0, 1)
+    assert typed("slot:m", str(tmp_path / "other"))[0] == 8
+    assert typed("slot:none", str(tmp_path / "2"))[0] == 4
+    assert typed("slot:m", str(tmp_path / "2"), "--smoke", "true")[0] == 2
+    # an engine that is not there: the old weights serve
+    code, error = typed("slot:m", str(tmp_path / "2"), "--engine", "http://127.0.0.1:1")
+    assert (code, error["code"]) == (11, "swap_failed")
+    assert states(agent)[0][0] == 1
 
 
 def test_where_two_do_not_fit_the_old_one_goes_first_only_when_asked(start: Start, tmp_path: Path) -> None:
