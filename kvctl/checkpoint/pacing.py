@@ -13,9 +13,9 @@ from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.pace import ENOUGH, Controller, Limits, p99
 from kvctl.core.context import Context
 from kvctl.core.errors import InterruptedRunError
-from kvctl.memory.buffers import Buffer
-from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status, Transport
+from kvctl.transports.api import Completion, Op, Status, Transport
 from kvctl.transports.threaded import OpCancelledError
+from kvctl.transports.wrapper import TransportWrapper
 
 WINDOW_SECONDS: Final = 1.0
 BASELINE_SECONDS: Final = 5.0
@@ -139,27 +139,16 @@ class Pacer:
         }
 
 
-class PacedTransport:
+class PacedTransport(TransportWrapper):
     """Writes of any transport at a pacer's pace: piece by piece where it can, else object by object. See
     `kvctl.transports.api.Transport`.
     """
 
     def __init__(self, inner: Transport, pacer: Pacer) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._pacer = pacer
         self._asked: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def register(self, buffer: Buffer) -> Registration:
-        return self.inner.register(buffer)
 
     def submit(self, ops: Sequence[Op]) -> None:
         self.inner.submit([self._paced(op) for op in ops])
@@ -183,9 +172,3 @@ class PacedTransport:
                 with contextlib.suppress(OpCancelledError):  # it went in one go: the next one waits for it
                     self._pacer.wait(size - asked)
         return done
-
-    def cancel(self, ids: Sequence[int]) -> None:
-        self.inner.cancel(ids)
-
-    def close(self) -> None:
-        self.inner.close()

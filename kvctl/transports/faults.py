@@ -15,19 +15,17 @@ from datetime import datetime
 from typing import Literal, TypeVar
 
 from kvctl.core.errors import KvctlError, TransientError
-from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import (
-    Capabilities,
     Completion,
     ObjectInfo,
     Op,
-    Registration,
     Status,
     Store,
     StoreCapabilities,
     Transport,
     UploadInfo,
 )
+from kvctl.transports.wrapper import TransportWrapper
 
 T = TypeVar("T")
 
@@ -144,26 +142,15 @@ class FaultyStore:
         return result
 
 
-class FaultyTransport:
+class FaultyTransport(TransportWrapper):
     """See `kvctl.transports.api.Transport`. 'delay' holds completions back, nothing else waits for it."""
 
     def __init__(self, inner: Transport, rules: Sequence[Rule] = (), *, seed: int = 0, rate: float = 0.0) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.faults = _Injector(rules, seed, rate)
         self._pending: dict[int, tuple[Op, list[Rule]]] = {}
         self._ended: list[tuple[float, Completion]] = []
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def register(self, buffer: Buffer) -> Registration:
-        return self.inner.register(buffer)
 
     def submit(self, ops: Sequence[Op]) -> None:
         passed: list[Op] = []
@@ -220,12 +207,6 @@ class FaultyTransport:
                 self._ended.append((due, item))
         else:
             ready.append(item)
-
-    def cancel(self, ids: Sequence[int]) -> None:
-        self.inner.cancel(ids)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def _prepare(rules: Sequence[Rule], key: str) -> None:

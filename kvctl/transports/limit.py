@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvctl.core.errors import EnvError, UsageError
-from kvctl.memory.buffers import Buffer
-from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status, Transport
+from kvctl.transports.api import Completion, Op, Status, Transport
+from kvctl.transports.wrapper import TransportWrapper
 
 
 class TokenBucket:
@@ -42,7 +42,7 @@ class TokenBucket:
             return (needed - self._level) / self.rate
 
 
-class LimitedTransport:
+class LimitedTransport(TransportWrapper):
     """See `kvctl.transports.api.Transport`. Operations start in order of submission; what waits here has sent no
     request. One that is bigger than `max_bytes_in_flight` runs alone.
     """
@@ -52,7 +52,7 @@ class LimitedTransport:
     ) -> None:
         if max_bytes_in_flight is not None and max_bytes_in_flight <= 0:
             raise UsageError(f"{max_bytes_in_flight} bytes in flight move nothing")
-        self.inner = inner
+        super().__init__(inner)
         self._bucket = bucket
         self._most = max_bytes_in_flight
         self._waiting: deque[Op] = deque()
@@ -62,19 +62,8 @@ class LimitedTransport:
         self._closed = False
 
     @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    @property
     def bytes_in_flight(self) -> int:
         return sum(self._running.values())
-
-    def register(self, buffer: Buffer) -> Registration:
-        return self.inner.register(buffer)
 
     def submit(self, ops: Sequence[Op]) -> None:
         with self._lock:
