@@ -73,7 +73,11 @@ class SchedulerSide:
             asked = self._ask(request)
             if asked is None:
                 return 0, False
-        if not asked.ask.pull or self._depot.resting or asked.ordered >= request.num_preemptions:
+        if self._depot.resting or asked.ordered >= request.num_preemptions:
+            return 0, False
+        if self._news.generation < 0 and (asked.ask.pull or asked.ask.push) and time.monotonic() < asked.deadline:
+            return None, False  # an empty step brings the worker's news; what ends before them could not be stored
+        if not asked.ask.pull:
             return 0, False
         if asked.generation != self._news.generation:
             asked.future, asked.generation = None, self._news.generation

@@ -341,4 +341,8 @@ def test_kv_of_other_weights_is_not_used(engine: Engine, adapter: EngineAdapter,
     adapter.swap(SwapRequest(pair[0]))
     again = engine.complete(prompt, kvctl={"push": False})
     assert again.kvctl["found"] == 288
+    adapter.swap(SwapRequest(pair[0]))
+    before = engine.info()["kv"]["stores"]
+    engine.complete(tiny.tokens(200, 66), 1, kvctl={"pull": False, "push": True})  # over in one step, the first one
+    engine.stored(before + 1)
     assert again.tokens == first.tokens
