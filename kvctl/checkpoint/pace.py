@@ -1,8 +1,8 @@
 """How fast a checkpoint may go. Pure: latencies and clock readings in, a rate out.
 
-Additive increase, multiplicative decrease, once per window: a window whose p99 is over the baseline's by more than the
-budget halves the rate, any other raises it. The rate stays between the floor and the ceiling; a deadline raises the
-floor, as time runs out. Without latencies the ceiling alone paces.
+Once per window: one whose p99 is over the baseline's by more than the budget halves the rate, any other raises it by
+15 %; windows with few latencies are judged together. The rate stays between the floor and the ceiling; a deadline
+raises the floor, as time runs out. Without latencies the ceiling alone paces.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Controller:
         self.windows = 0
         self.over_budget = 0
         self.blind = 0
+        self._pending: list[float] = []
         self.lowest = self.highest = self.rate
 
     def floor(self, elapsed: float, done_bytes: int) -> float:
@@ -75,16 +76,21 @@ class Controller:
     def _watch(self, samples: Sequence[float]) -> None:
         assert self.limits.budget is not None
         assert self.baseline is not None
-        if len(samples) < ENOUGH:
+        if not samples:
             self.blind += 1
             if self.blind >= BLIND_WINDOWS:
+                self._pending.clear()
                 self.rate = self.limits.ceiling  # the engine tells nothing any more: by rate alone
             return
         if self.blind >= BLIND_WINDOWS:  # it is back: carefully again
             self.rate = max(self.limits.min_rate, self.limits.ceiling * FIRST_SHARE)
         self.blind = 0
+        self._pending += samples
+        if len(self._pending) < ENOUGH:
+            return  # a slow engine: some windows together say enough
+        judged, self._pending = self._pending, []
         self.windows += 1
-        if p99(samples) > self.baseline + self.limits.budget:
+        if p99(judged) > self.baseline + self.limits.budget:
             self.over_budget += 1
             self.backoffs += 1
             self.rate /= 2

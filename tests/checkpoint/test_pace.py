@@ -63,6 +63,16 @@ def test_without_samples_rates_alone_pace_and_it_is_careful_when_they_come_back(
     assert control.rate < 30e6
 
 
+def test_windows_of_a_slow_engine_are_judged_together() -> None:
+    control = Controller(Limits(100e6, 1e6, 1 * MS), 1 << 40, 20 * MS)
+    first = control.rate
+    for second in range(ENOUGH - 1):
+        assert control.window([90 * MS], second, 0) == first
+        assert not control.lost_sight
+    assert control.window([90 * MS], ENOUGH, 0) == first / 2
+    assert (control.windows, control.backoffs) == (1, 1)
+
+
 def test_a_deadline_raises_the_floor_as_time_runs_out() -> None:
     control = Controller(Limits(100e6, 1e6, 1 * MS, deadline=100), int(1e9), 20 * MS)
     assert control.floor(0, 0) == pytest.approx(10e6)
