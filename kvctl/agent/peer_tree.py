@@ -36,14 +36,17 @@ class SlotTree(Tree):
 
     @classmethod
     def make(cls, slots: Slots, ident: str) -> Self:
-        return cls(tempfile.mkdtemp(prefix="kvctl-agent-"), slots, ident)
+        folder = tempfile.mkdtemp(prefix="kvctl-agent-")
+        try:
+            return cls(folder, slots, ident)
+        finally:
+            os.rmdir(folder)  # its descriptor is enough, and an agent that is killed leaves nothing
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        os.rmdir(self.root)
 
     def open_identified(self, key: str) -> tuple[int, Stat, tuple[int, ...]]:
         parts = check_name(key)
