@@ -27,12 +27,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLACES = ("memory", "files", "s3", "nodes")
 COLD_EVERY = 10  # rounds
+OTHERS = 24  # requests beside a stream, at most
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="tiny, or a folder that vLLM can serve")
-    parser.add_argument("--tokens", default="512,1024,2048,4096,8192")
+    parser.add_argument("--tokens", default="64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--places", default=",".join(PLACES))
     parser.add_argument("--concurrency", default="1,4")
@@ -192,23 +193,27 @@ def at_once(call: Callable[[Sequence[int]], None], prompts: Sequence[Sequence[in
 
 
 def stream(engine: Any, tokens: int) -> dict[str, Any]:
-    """Inter-token times of a running stream: alone, beside restores, beside the same prompts computed."""
+    """Inter-token times of a running stream: alone, beside restores, beside prompts as long that are computed. Each is
+    new to the engine, whose cache cannot be reset while a stream runs.
+    """
     from kvctl.core.context import Context
     from kvctl.engines.registry import open_engine
     from tests.vllm import tiny
 
     adapter = open_engine(engine.url, Context())
-    prompts = [tiny.tokens(tokens, 77 + number) for number in range(2)]
+    prompts = [tiny.tokens(tokens, 7_000_000 + number) for number in range(OTHERS)]
+    fresh = [tiny.tokens(tokens, 8_000_000 + number) for number in range(OTHERS)]
     before = engine.info()["kv"]["stores"]
     for prompt in prompts:
-        engine.complete(prompt, 1, kvctl={"push": True})
+        engine.complete(prompt, 1, kvctl={"push": True, "pull": False})
     engine.stored(before + len(prompts))
+    engine.reset()
     found: dict[str, Any] = {"tokens": tokens}
     adapter.samples(0)
-    for name, ask in (
-        ("alone", None),
-        ("beside restores", {"push": False}),
-        ("beside computing", {"push": False, "pull": False}),
+    for name, others, ask in (
+        ("alone", [], {}),
+        ("beside restores", prompts, {"push": False}),
+        ("beside computing", fresh, {"push": False, "pull": False}),
     ):
         over = threading.Event()
         began = adapter.samples(0).until
@@ -220,9 +225,10 @@ def stream(engine: Any, tokens: int) -> dict[str, Any]:
         listener = threading.Thread(target=listen)
         listener.start()
         count = 0
-        while ask is not None and not over.is_set():
-            engine.reset()
-            engine.complete(prompts[count % 2], 1, kvctl=ask)
+        for prompt in others:
+            if over.is_set():
+                break
+            engine.complete(prompt, 1, kvctl=ask)
             count += 1
         listener.join()
         gaps = [sample.gap for sample in adapter.samples(began).samples]
