@@ -16,10 +16,12 @@ from typing import Any, Final
 from kvctl.core.errors import ConflictError, FormatError, KvctlError, NotFoundError
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import Pattern, SessionAddress, SessionName, parse_key
-from kvctl.repo.layout import SESSIONS
+from kvctl.repo import metadata
+from kvctl.repo.layout import SESSIONS, state_key
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.repo.state import Value, list_state, read_state, update_state
+from kvctl.transports.wrapper import innermost
 
 STATE_KIND: Final = "session"
 ALL: Final = "*"  # a pin or an expiry of all generations
@@ -217,7 +219,9 @@ def set_labels(repo: Repo, session: SessionName, labels: Mapping[str, str | None
 def note_use(repo: Repo, session: SessionName) -> None:
     """Remember this hour as the last use; at most one write an hour, and no error when it cannot be had."""
     with contextlib.suppress(KvctlError):
-        hour = now(repo).replace(minute=0, second=0, microsecond=0)
+        # asked once, without the retries around it: a member that died meanwhile must not hold up a pull that is done
+        home = metadata.require_home(repo, state_key(STATE_KIND, str(session)), "write").store
+        hour = innermost(home).now().replace(minute=0, second=0, microsecond=0)
         known = read_attached(repo, session).used
         if known is None or hour - known >= timedelta(hours=1):
             attach(repo, session, lambda old: replace(old, used=max(hour, old.used or hour)))

@@ -81,6 +81,8 @@ class _Collector:
         self.url = b""
         self.fields: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.keep_alive = False
+        self.parser: httptools.HttpRequestParser | None = None
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -90,12 +92,14 @@ class _Collector:
 
     def on_headers_complete(self) -> None:
         self.complete = True
+        # asked here: once the message is complete the parser has forgotten `Connection`
+        self.keep_alive = self.parser is not None and self.parser.should_keep_alive()
 
 
 def parse_request(head: bytes, max_headers: int) -> Request:
     """The request whose head, with its empty line, is `head`. Raises HttpError that closes."""
     seen = _Collector()
-    parser = httptools.HttpRequestParser(seen)
+    seen.parser = parser = httptools.HttpRequestParser(seen)
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
@@ -122,9 +126,7 @@ def parse_request(head: bytes, max_headers: int) -> Request:
     raw_path, _, raw_query = seen.url.partition(b"?")
     if not raw_path.startswith(b"/"):
         raise _malformed("a target that is no path")
-    return Request(
-        method, target, _decode(raw_path), _parse_query(raw_query), headers, parser.should_keep_alive(), int(length)
-    )
+    return Request(method, target, _decode(raw_path), _parse_query(raw_query), headers, seen.keep_alive, int(length))
 
 
 def parse_range(text: str, size: int) -> tuple[int, int] | None:

@@ -1,11 +1,13 @@
-"""`TransportWrapper`: a transport around another one that passes everything on. Wrappers say what they change."""
+"""`TransportWrapper`: a transport around another one that passes everything on. Wrappers say what they change.
+`innermost`: the store inside whatever wraps it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvctl.memory.buffers import Buffer
-from kvctl.transports.api import Capabilities, Completion, Op, Registration, Transport
+from kvctl.transports.api import Capabilities, Completion, Op, Registration, Store, Transport
 
 
 class TransportWrapper:
@@ -36,3 +38,11 @@ class TransportWrapper:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def innermost(store: Store) -> Store:
+    """The store that makes the calls: without retries, locks or whatever else is around it."""
+    inner: Store | None = store
+    while inner is not None:
+        store, inner = inner, getattr(inner, "inner", None)
+    return store

@@ -12,14 +12,18 @@ import pytest
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context, RetryPolicy
-from kvctl.kv import reading
+from kvctl.kv import reading, sessions
 from kvctl.kv.evict import EvictRequest, evict_sessions
 from kvctl.kv.identity import Group
+from kvctl.kv.names import SessionName
 from kvctl.kv.pull import PullSession, pull_session
 from kvctl.kv.seams import MemorySink
+from kvctl.repo import metadata
 from kvctl.repo.gc import GcOptions, run_gc
+from kvctl.repo.layout import state_key
 from kvctl.repo.repo import Repo
 from kvctl.testing.nodes import NodeProcess
+from kvctl.transports.retry import RetryStore
 from tests.kv.world import check_sink, descriptor, make_repo, push, some_tokens
 
 WIDE = Group("full", (0, 1), 8, 64, 64)
@@ -149,3 +153,15 @@ def test_a_node_killed_in_the_middle_of_a_pull(start: Start, tokens: array[int],
     check_sink(sink, descriptor(WIDE), tokens, TOKENS)
     sink.close()
     assert report.retries >= 1
+
+
+def test_the_last_use_is_not_waited_for(start: Start, tokens: array[int], ctx: Context) -> None:
+    nodes = start()
+    _, configs = stored(nodes, tokens, ctx)
+    with Repo.open(configs, ctx) as repo:
+        home = metadata.home_of(repo, state_key(sessions.STATE_KIND, "alice/chat"))
+        nodes[home.index].kill()
+        sessions.note_use(repo, SessionName("alice", "chat"))
+        retrying = getattr(home.store, "inner", None)
+        assert isinstance(retrying, RetryStore)
+        assert retrying.retries == 0

@@ -72,6 +72,16 @@ def test_an_upload_that_ends_early_leaves_the_old_object(node: NodeProcess, fres
     assert files_in(os.path.join(node.data, fresh)) == ["k"]
 
 
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_a_client_that_says_close_gets_its_answer_and_the_end(node: NodeProcess, fresh: str, method: str) -> None:
+    with connect(node) as raw:
+        raw.ask("PUT", f"/v1/{fresh}/k", b"old")
+    with connect(node) as raw:
+        answer = raw.ask(method, f"/v1/{fresh}/k", b"new" if method == "PUT" else None, connection="close")
+        assert answer.status in {200, 204}
+        assert raw.ended()
+
+
 def test_a_signal_lets_requests_end(start: Callable[..., NodeProcess]) -> None:
     node = start()
     with connect(node) as busy, connect(node) as idle:
