@@ -14,6 +14,7 @@ from kvctl.core.errors import AuthError, NotFoundError, SizeMismatchError, Usage
 from kvctl.transports.api import Capabilities, ObjectInfo, Op, Store, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.options import check_names
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
+from kvctl.transports.wrapper import innermost
 
 _PIECE = 64 << 20
 
@@ -123,9 +124,7 @@ def open_transport(
     config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]
 ) -> SlotTransport:
     check_names("slot", options, ())
-    inner: object = store
-    while inner is not None and not isinstance(inner, SlotStore):
-        inner = getattr(inner, "inner", None)
-    if inner is None:
+    inner = innermost(store)
+    if not isinstance(inner, SlotStore):
         raise UsageError(f"{config.url} is no slot")
     return SlotTransport(inner, threads=max(2, min(8, os.cpu_count() or 2)))

@@ -13,6 +13,7 @@ from kvctl.transports.http.bulk import HttpTransport
 from kvctl.transports.http.ranges import check_read, object_size
 from kvctl.transports.options import check_names, number
 from kvctl.transports.wire import Connection, Head
+from kvctl.transports.wrapper import innermost
 from kvctl_native.errors import from_connection, from_status, parse_error_body
 from kvctl_native.route import Route, encode_key
 from kvctl_native.settings import Place, parse_access, parse_place
@@ -95,10 +96,8 @@ class NodeDialect:
 
 def bare_store(store: Store, config: StoreConfig) -> NodeStore:
     """The node's store inside whatever wraps it, so that the key file is read once."""
-    inner: object = store
-    while inner is not None and not isinstance(inner, NodeStore):
-        inner = getattr(inner, "inner", None)
-    return inner if inner is not None else NodeStore(parse_access(config))
+    inner = innermost(store)
+    return inner if isinstance(inner, NodeStore) else NodeStore(parse_access(config))
 
 
 def open_transport(

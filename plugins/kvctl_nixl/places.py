@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvctl.core.errors import UsageError
 from kvctl.transports.api import ObjectInfo, Store
+from kvctl.transports.wrapper import innermost
 
 T = TypeVar("T")
 
@@ -57,9 +58,7 @@ class S3Place(Protocol):
 
 def bare(store: Store, *wanted: str) -> Any:  # Any: one of the shapes above
     """The store inside whatever wraps it that has the attributes `wanted`. Raises UsageError."""
-    inner: object = store
-    while inner is not None:
-        if all(hasattr(inner, name) for name in wanted) and getattr(inner, "inner", None) is None:
-            return inner
-        inner = getattr(inner, "inner", None)
+    inner = innermost(store)
+    if all(hasattr(inner, name) for name in wanted):
+        return inner
     raise UsageError(f"{store.url}: this store does not say where its objects are", cause=f"no {', '.join(wanted)}")

@@ -21,6 +21,7 @@ from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration, Store, StoreConfig
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import AbandonedError, OpCancelledError, ThreadedTransport
+from kvctl.transports.wrapper import innermost
 from kvctl_nixl.agent import Agent, NixlError, Transfer
 from kvctl_nixl.library import has_infiniband
 from kvctl_nixl.memory import Desk, Known
@@ -263,12 +264,10 @@ def open_transport(config: StoreConfig, store: Store, endpoint: str | None, opti
         raise UsageError(f"{config.url}: a peer has no endpoints")
     check_names("nixl-ucx", options, ("mode", "threads", "deadline"))
     mode = choice(options, "mode", ("auto", "push", "pull"))
-    inner: object = store
-    while inner is not None and not isinstance(inner, PeerStore):
-        inner = getattr(inner, "inner", None)
+    inner = innermost(store)
     chosen: Mode = "pull" if mode == "pull" or (mode == "auto" and has_infiniband()) else "push"
     return NixlUcx(
-        inner if inner is not None else PeerStore(config),
+        inner if isinstance(inner, PeerStore) else PeerStore(config),
         mode=chosen,
         threads=number(options, "threads", 4, 1, 64),
         deadline=number(options, "deadline", 60, 1, 86400),

@@ -13,6 +13,7 @@ from kvctl.transports.http.bulk import HttpTransport
 from kvctl.transports.http.ranges import check_read, object_size
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.wire import Connection, Head
+from kvctl.transports.wrapper import innermost
 from kvctl_s3.errors import from_connection, from_status, parse_error_body
 from kvctl_s3.route import Route
 from kvctl_s3.settings import check_endpoint
@@ -117,10 +118,8 @@ class S3Dialect:
 
 def _bare_store(store: Store, config: StoreConfig) -> S3Store:
     """The S3 store inside whatever wraps it, so that credentials are looked up once."""
-    inner: object = store
-    while inner is not None and not isinstance(inner, S3Store):
-        inner = getattr(inner, "inner", None)
-    return inner if inner is not None else S3Store(config)
+    inner = innermost(store)
+    return inner if isinstance(inner, S3Store) else S3Store(config)
 
 
 def open_transport(

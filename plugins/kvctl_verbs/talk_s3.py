@@ -9,6 +9,7 @@ from kvctl.core.errors import KvctlError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.node_auth import RDMA_HEADERS
 from kvctl.transports.wire import Connection, Head
+from kvctl.transports.wrapper import innermost
 from kvctl_s3.settings import check_endpoint
 from kvctl_s3.store import S3Store
 from kvctl_s3.transport import S3Dialect
@@ -49,8 +50,6 @@ class S3Talk:
 
 
 def s3_talk(config: StoreConfig, store: Store, endpoint: str | None) -> S3Talk:
-    inner: object = store
-    while inner is not None and not isinstance(inner, S3Store):
-        inner = getattr(inner, "inner", None)
-    bare = inner if inner is not None else S3Store(config)
+    inner = innermost(store)
+    bare = inner if isinstance(inner, S3Store) else S3Store(config)
     return S3Talk(bare, check_endpoint(endpoint) if endpoint is not None else bare.access.endpoints[0])
