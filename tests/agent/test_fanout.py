@@ -19,7 +19,7 @@ from kvctl.agent.fanning import load_with_peers
 from kvctl.agent.fanout import Assignment, order
 from kvctl.agent.target import SlotOptions, SlotTarget
 from kvctl.core.addresses import parse_store
-from kvctl.core.context import Context
+from kvctl.core.context import Context, RetryPolicy
 from kvctl.core.errors import UsageError
 from kvctl.repo.repo import Repo
 from kvctl.testing.models import LlamaShape, write_llama
@@ -67,6 +67,7 @@ def test_shares_are_equal_and_a_dead_agents_share_is_spread(agents: int, data: s
     assert min(heirs.count(name) for name in names if name != dead) > 400 / agents / 3
 
 
+UNHURRIED = Context(retry=RetryPolicy(stall_timeout=240.0))
 PATIENT = {"timeout": "60", "connect_timeout": "60"}  # a slow machine is no dead peer
 
 
@@ -75,7 +76,7 @@ def fan(
 ) -> Report:
     target = SlotTarget("m", SlotOptions(source=source), socket=agent.socket)
     return load_with_peers(
-        LoadRequest(source, into="slot:m"), target, peers, Context(), patience=patience,
+        LoadRequest(source, into="slot:m"), target, peers, UNHURRIED, patience=patience,
         options=PATIENT if patient else None,
     )  # fmt: skip
 
@@ -151,11 +152,12 @@ def test_an_agent_that_fails_half_way_is_replaced_and_only_what_is_missing_is_re
     peers = [agent.place for agent in agents]
     victim, others = agents[2], agents[:2]
     # slow, so that it dies with part of its share read
-    dying = loader(victim, str(tmp_path / "m"), peers, tmp_path, "8MB")
+    dying = loader(victim, str(tmp_path / "m"), peers, tmp_path, "4MB")
     try:
         with ThreadPoolExecutor(2) as pool:
             running = [
-                pool.submit(fan, agent, str(tmp_path / "m"), peers, patient=how == signal.SIGKILL) for agent in others
+                pool.submit(fan, agent, str(tmp_path / "m"), peers, patience=15.0, patient=how == signal.SIGKILL)
+                for agent in others
             ]
             eventually(lambda: any(item["landed_runs"] for item in victim.ls()), "the victim has landed something")
             victim.process.send_signal(how)
