@@ -28,8 +28,10 @@ def state_dir(environ: Mapping[str, str], configured: str | None = None) -> str:
 
 
 def new_id(kind: str) -> str:
-    """Sorts by time: '20261129T222301Z-load-weights-1f3a'."""
-    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{kind}-{secrets.token_hex(2)}"
+    """Sorts by time: '20261129T222301.042Z-load-weights-1f3a'. Runs may be shorter than a second."""
+    now = time.time()
+    moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+    return f"{moment}.{int(now % 1 * 1000):03}Z-{kind}-{secrets.token_hex(2)}"
 
 
 def save_report(folder: str, command: str, document: Mapping[str, Any]) -> str:  # Any: JSON

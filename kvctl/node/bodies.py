@@ -19,6 +19,7 @@ WINDOW: Final = 4 << 20  # the event loop looks this far ahead whether bytes are
 _PROBE_EVERY: Final = 512 << 10
 _PROBES: Final = (bytearray(1),)  # what is read into it means nothing
 BUFFER: Final = 1 << 20
+_PIECE: Final = 256 << 10  # a socket takes about this much at once
 _TURN: Final = 64 << 20  # bytes that one turn of a thread moves at most
 _PATIENCE_MS: Final = 5  # how long a thread waits for a peer before it goes back
 
@@ -42,13 +43,16 @@ def is_warm(fd: int, offset: int, count: int, *, in_memory: bool) -> bool:
         return False
 
 
-def push(sock: socket.socket, fd: int, offset: int, count: int, patience: int = _PATIENCE_MS) -> tuple[int, bool]:
+def push(
+    sock: socket.socket, fd: int, offset: int, count: int, patience: int = _PATIENCE_MS, *, in_memory: bool = False
+) -> tuple[int, bool]:
     """Send up to a turn's bytes; (how many, whether the peer was slow)."""
     wanted, sent = min(count, _TURN), 0
+    move = _send_copy if in_memory and _to_be_sealed(fd) else _send_file
     poll: select.poll | None = None
     while sent < wanted:
         try:
-            moved = os.sendfile(sock.fileno(), fd, offset + sent, wanted - sent)
+            moved = move(sock, fd, offset + sent, wanted - sent)
         except BlockingIOError:
             if not patience:
                 return sent, True
@@ -64,10 +68,35 @@ def push(sock: socket.socket, fd: int, offset: int, count: int, patience: int = 
     return sent, False
 
 
+def _send_file(sock: socket.socket, fd: int, offset: int, most: int) -> int:
+    return os.sendfile(sock.fileno(), fd, offset, most)
+
+
+def _send_copy(sock: socket.socket, fd: int, offset: int, most: int) -> int:
+    view = _SCRATCH.view[: min(most, _PIECE)]
+    return sock.send(view[: os.preadv(fd, (view,), offset)])
+
+
+def _to_be_sealed(fd: int) -> bool:
+    """Whether it is memory that may still be sealed. sendfile lends its pages to the socket, and while a peer that has
+    stopped leaves them there the kernel seals nothing.
+    """
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) == 0
+    except OSError:  # not a file in memory
+        return False
+
+
 class _Scratch(threading.local):
     """A worker thread's buffer, made once."""
 
     buffer: memoryview | None = None
+
+    @property
+    def view(self) -> memoryview:
+        if self.buffer is None:
+            self.buffer = memoryview(bytearray(BUFFER))
+        return self.buffer
 
 
 _SCRATCH: Final = _Scratch()
@@ -126,9 +155,7 @@ def _splice(pipe: tuple[int, int], sock: socket.socket, fd: int, offset: int, mo
 
 
 def _copy(sock: socket.socket, fd: int, offset: int, most: int) -> int:
-    if _SCRATCH.buffer is None:
-        _SCRATCH.buffer = memoryview(bytearray(BUFFER))
-    view = _SCRATCH.buffer[:most]
+    view = _SCRATCH.view[:most]
     count = sock.recv_into(view)
     write_all(fd, view[:count], offset)
     return count

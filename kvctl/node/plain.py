@@ -125,7 +125,10 @@ class PlainChannel(Channel):
                 if sending.offset >= sending.warm_until and not quick.look_ahead(sending):
                     self._hand_over()
                     return
-                moved = push(self._sock, sending.file.fd, sending.offset, sending.warm_until - sending.offset, 0)[0]
+                moved, _ = push(
+                    self._sock, sending.file.fd, sending.offset, sending.warm_until - sending.offset, 0,
+                    in_memory=quick.in_memory,
+                )  # fmt: skip
                 sending.offset += moved
                 sending.left -= moved
         except Exception as problem:  # belongs to the task that waits
@@ -170,7 +173,7 @@ class PlainChannel(Channel):
                 seen = sent + window
             place, wanted = offset + sent, seen - sent
             if warm:
-                moved, slow = push(self._sock, fd, place, wanted, 0)
+                moved, slow = push(self._sock, fd, place, wanted, 0, in_memory=in_memory)
             else:
                 moved, slow = await self.in_thread(lambda: _push_cold(self._sock, fd, place, wanted))  # noqa: B023
             sent += moved
