@@ -165,6 +165,7 @@ def test_transformers_opens_a_checkpoint_of_an_engine(
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.slow
 def test_interference_is_measured_round_by_round(
     models: Callable[..., Path], launch: Callable[..., Engine], tmp_path: Path
 ) -> None:
