@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvctl.core.errors import IntegrityError, KvctlError, MemberDownError, NotFoundError
+from kvctl.core.errors import IntegrityError, KvctlError, MemberDownError, NotFoundError, TransientError
 from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.layout import MODELS, model_key, model_prefix, parse_model_key
 from kvctl.repo.repo import Repo
@@ -82,6 +82,9 @@ def read_chunk(repo: Repo, ref: ChunkRef) -> bytes:
             continue
         try:
             data = member.store.get(ref.key)
+        except TransientError as error:  # it may well have the chunk, and does not answer
+            down, problem = True, error
+            continue
         except KvctlError as error:
             problem = error
             continue

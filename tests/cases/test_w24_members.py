@@ -98,7 +98,8 @@ def test_one_replica_and_a_member_that_is_down_names_it_and_what_is_missing(clus
 def test_one_replica_and_a_member_that_dies_in_the_middle_ends_with_six(cluster: Cluster, tmp_path: Path) -> None:
     cluster.fill(replicas=1)
     victim = cluster.servers[2]
-    victim.add(Fault("reset", key="repo/chunks/*", methods=("GET",), skip=4))
+    # after the headers and leaf tables, wherever random ids have put them
+    victim.add(Fault("reset", key="repo/chunks/*", methods=("GET",), skip=8))
     error = refused(kvctl(*cluster.args), 6, "chunks/")
     assert error["details"]["missing_bytes"] > 0
     assert error["details"]["members"] == f"s3://bucket/repo at {victim.endpoint}"
@@ -107,6 +108,14 @@ def test_one_replica_and_a_member_that_dies_in_the_middle_ends_with_six(cluster:
     done = kvctl(*cluster.args)
     assert done.code == 0, done.err
     assert files_of(tmp_path / "out") == cluster.files
+
+
+def test_one_replica_and_a_member_that_dies_before_the_headers_ends_with_six(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.fill(replicas=1)
+    for server in cluster.servers:
+        server.add(Fault("reset", key="repo/chunks/*", methods=("GET",)))
+    refused(kvctl(*cluster.args), 6, "no readable copy of chunk")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_member_that_comes_back_empty_is_no_hole_with_two_replicas(cluster: Cluster, tmp_path: Path) -> None:

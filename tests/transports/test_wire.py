@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -106,5 +107,6 @@ def test_a_shutdown_from_another_thread_ends_a_batch(answering: Callable[[bytes,
             connection.shutdown()
 
         threading.Thread(target=cancel, daemon=True).start()
-        assert connection.read_body(head, memoryview(bytearray(len(body)))) < len(body)
+        with contextlib.suppress(ConnectionResetError):  # what the peer does about it may be faster
+            assert connection.read_body(head, memoryview(bytearray(len(body)))) < len(body)
         assert connection.interrupted
