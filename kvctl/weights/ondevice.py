@@ -25,13 +25,13 @@ from kvctl.weights.moving import Loading
 from kvctl.weights.planning import LoadPlan, Opened
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import OutputFile, Run
-from kvctl.weights.targets import Landing, Target
+from kvctl.weights.targets import Landing, Target, UnrecordedTarget
 
 _KEPT: Final = "memory"
 _WAITERS: Final = 2  # more finishers: those that wait for copies keep no CPU busy
 
 
-class DeviceTarget:
+class DeviceTarget(UnrecordedTarget):
     """The memory of one device, or of several of a kind with an output file (a rank) each: one buffer per output,
     congruent with the source modulo 4 KiB. Whoever gets the landings owns them; without `keep`, and after an error,
     they are freed. Owns the devices.
@@ -42,7 +42,7 @@ class DeviceTarget:
         first, last = devices[0].name, devices[-1].name
         self.name = first if first == last else f"{first}-{last.partition(':')[2]}"
         self.memory_kind, self.staging_kind = devices[0].memory_kind, devices[0].staging_kind
-        self.landings: Sequence[Landing] | None = None
+        self.landings = None
         self.placed: Sequence[Landing] = ()
         self._keep = keep
         self._closed = False
@@ -64,12 +64,6 @@ class DeviceTarget:
 
     def device_of(self, output: int) -> Device:
         return self.devices[output] if len(self.devices) > 1 else self.devices[0]
-
-    def landed(self, run: int) -> str | None:
-        return None
-
-    def record(self, run: int, checksum: str) -> None:
-        return
 
     def publish(self) -> None:
         """The copies are done, for every stream of the devices."""

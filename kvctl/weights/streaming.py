@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -29,7 +29,7 @@ from kvctl.weights.moving import Loading
 from kvctl.weights.planning import LoadPlan, Opened, open_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.runs import LoadedTensor, OutputFile, Run, scatter
-from kvctl.weights.targets import Landing
+from kvctl.weights.targets import Landing, UnrecordedTarget
 
 AHEAD: Final = 256 * MIB  # bytes of complete tensors that may wait for the consumer
 
@@ -277,14 +277,14 @@ class _Index:
             number += 1
 
 
-class _Sparse:
+class _Sparse(UnrecordedTarget):
     """Memory at full size, of which only what has landed and is still held takes room."""
 
     name = "engine"
 
     def __init__(self, plan: LoadPlan) -> None:
         self._buffers: list[HostBuffer] = []
-        self.landings: Sequence[Landing] | None = [self._landing(output) for output in plan.outputs]
+        self.landings = [self._landing(output) for output in plan.outputs]
 
     def _landing(self, output: OutputFile) -> Landing:
         start = output.congruent_to % PAGE
@@ -300,21 +300,6 @@ class _Sparse:
         data = (ctypes.c_ubyte * size).from_buffer(landing.buffer.view, start) if size else (ctypes.c_ubyte * 0)()
         weakref.finalize(data, _forget, self._buffers[tensor.output], start, start + size)
         return data
-
-    def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
-        return False
-
-    def landed(self, run: int) -> str | None:
-        return None
-
-    def record(self, run: int, checksum: str) -> None:
-        return
-
-    def publish(self) -> None:
-        return
-
-    def close(self, error: BaseException | None) -> None:
-        return
 
 
 def _forget(buffer: HostBuffer, start: int, end: int) -> None:

@@ -62,10 +62,9 @@ class Target(Protocol):
     def close(self, error: BaseException | None) -> None: ...
 
 
-class NoneTarget:
-    """Measured only, nothing kept."""
+class UnrecordedTarget:
+    """Base of targets that outlive no run: each begins from nothing, and nothing is published."""
 
-    name = "none"
     landings: Sequence[Landing] | None = None
 
     def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
@@ -84,15 +83,18 @@ class NoneTarget:
         return
 
 
-class MemoryTarget:
+class NoneTarget(UnrecordedTarget):
+    """Measured only, nothing kept."""
+
+    name = "none"
+
+
+class MemoryTarget(UnrecordedTarget):
     """Host memory of this process, one buffer per output file, congruent with the source modulo 4 KiB. Whoever gets
     the landings owns them; after an error they are freed.
     """
 
     name = "memory"
-
-    def __init__(self) -> None:
-        self.landings: Sequence[Landing] | None = None
 
     def open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         landings: list[Landing] = []
@@ -101,15 +103,6 @@ class MemoryTarget:
             landings.append(Landing(HostBuffer(start + output.data_size), start))
         self.landings = landings
         return False
-
-    def landed(self, run: int) -> str | None:
-        return None
-
-    def record(self, run: int, checksum: str) -> None:
-        return
-
-    def publish(self) -> None:
-        return
 
     def close(self, error: BaseException | None) -> None:
         if error is not None and self.landings is not None:
