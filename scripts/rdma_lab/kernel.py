@@ -21,9 +21,7 @@ CONFIG = HERE / "kernel.config"
 
 # (file, what it says, what it shall say). A process' extended state is read and set as a whole; the source leaves 2,696
 # bytes for it, and processors with AMX have 11 KiB: there the first process of a guest cannot be resumed (EFAULT).
-EDITS = (
-    ("arch/x86/um/user-offsets.c", "DEFINE_LONGS(HOST_FP_SIZE, 2696);", "DEFINE_LONGS(HOST_FP_SIZE, 16384);"),
-)
+EDITS = (("arch/x86/um/user-offsets.c", "DEFINE_LONGS(HOST_FP_SIZE, 2696);", "DEFINE_LONGS(HOST_FP_SIZE, 16384);"),)
 
 # Kconfig reads every Kconfig file, so those of unused trees must be there; their code, most of the archive, need not.
 _UNUSED = (
