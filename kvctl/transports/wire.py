@@ -22,7 +22,7 @@ from kvctl.transports.views import advance as advance  # noqa: PLC0414 - http.in
 
 _HEAD_PEEK: Final = 4096
 _HEAD_LIMIT: Final = 65536
-_BATCH: Final = 1 << 20  # bytes that make the kernel wake a reader
+_BATCH: Final = 512 << 10  # bytes that make the kernel wake a reader: at 1 MiB a body of 2 MiB does not overlap with its reading
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
 # as numbers: the flags of `socket` are enums, which take longer to combine than a system call
 _NO_WAIT: Final = int(socket.MSG_DONTWAIT)
