@@ -22,7 +22,8 @@ from kvctl.transports.views import advance as advance  # noqa: PLC0414 - http.in
 
 _HEAD_PEEK: Final = 4096
 _HEAD_LIMIT: Final = 65536
-_BATCH: Final = 512 << 10  # bytes that make the kernel wake a reader: at 1 MiB a body of 2 MiB does not overlap with its reading
+# bytes that make the kernel wake a reader; at 1 MiB a body of 2 MiB is not read while it comes
+_BATCH: Final = 512 << 10
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
 # as numbers: the flags of `socket` are enums, which take longer to combine than a system call
 _NO_WAIT: Final = int(socket.MSG_DONTWAIT)
