@@ -17,6 +17,7 @@ from kvctl.kv.identity import Descriptor, Group, Lora, rope_digest, tokenizer_di
 from kvctl.kv.index import PackUse, make_nodes, node_key
 from kvctl.kv.names import SessionName
 from kvctl.kv.packs import PackGeometry, TokenView, encode_pack
+from kvctl.kv.places import points
 from kvctl.kv.tokens import Extra, chain, domain_secret, key_id, salt_id, token_bytes, token_hmac
 from kvctl.kv.writing import make_manifest
 from kvctl.repo.chunks import LEAF, ChunkRef, digest_of, leaf_table
@@ -47,6 +48,13 @@ CONFIG = {
 TOKENIZER = b'{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[]}}'
 GROUPS = (Group("full", (0, 2), 2, 4, 4), Group("sliding", (1,), 2, 4, 4, WINDOW))
 EXTRAS = (Extra(3, 6, "image", hashlib.sha256(b"a picture").digest()),)
+
+LENGTHS = {
+    16: (1, 15, 16, 1023, 1024, TOKENS, 2047, 32768, 33791, 34815, 34816, 65535, 131071, 262144, 438764, 4194303),
+    1: (1023, 40000),
+    256: (500, 34815, 438764),
+    1024: (1000, 5000, 438764),
+}  # tokens of sessions, by those of a block
 
 
 def kv_row(layer: int, part: str, head: int, token: int) -> bytes:
@@ -192,6 +200,15 @@ def objects() -> dict[str, bytes]:
     return made.objects
 
 
+def places() -> str:
+    """Where sessions have index nodes: {block_tokens: {tokens: [place, ..]}}, a line each."""
+    parts = []
+    for block_tokens, lengths in LENGTHS.items():
+        lines = ",\n  ".join(f'"{tokens}": {json.dumps(points(tokens, block_tokens))}' for tokens in lengths)
+        parts.append(f'"{block_tokens}": {{\n  {lines}\n}}')
+    return "{" + ", ".join(parts) + "}\n"
+
+
 README = """\
 # Test vectors of the format
 
@@ -200,6 +217,7 @@ Written by `scripts/make_kv_vectors.py`; the format is `kvctl help format`, a re
 
     kv.key      the master secret, 64 hex digits: bytes 0, 1, .., 31
     repo/       the only member of a repo. Its keys are paths below this folder
+    places.json where sessions of some lengths have index nodes: {{block_tokens: {{tokens: [place, ..]}}}}
 
 The model `tiny`, version 1: one safetensors file of three tensors, one of them cut into eight column tiles, and two
 sidecars. The session `notes/first chat` of tenant `alice`, generation 1: {tokens} tokens, of which 3 to 8 stand for an
@@ -273,6 +291,7 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     (VECTORS / "README.md").write_text(readme(found), encoding="utf-8")
+    (VECTORS / "places.json").write_text(places(), encoding="ascii")
     (VECTORS / "kv.key").write_text(MASTER.hex() + "\n", encoding="ascii")
     print(f"{len(found)} objects, {sum(map(len, found.values()))} bytes in {folder}")
 

@@ -1,5 +1,5 @@
-"""What a push links to and what it must write: pure. Packs never cross an anchor, so that sharing up to an anchor
-shares whole packs.
+"""What a push links to and what it must write: pure. Packs never cross a multiple of 1,024 tokens, and anchors
+lie at some of these, so that sharing up to an anchor shares whole packs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plan_group(
 
 
 def cut(descriptor: Descriptor, group: int, first: int, end: int, target: int) -> list[Cut]:
-    """[first, end) in packs of about `target` bytes, none across an anchor, of equal lengths between anchors."""
+    """[first, end) in packs of about `target` bytes, none across a multiple of 1,024, of equal lengths between."""
     size = descriptor.block_tokens
     most = max(1, target // max(1, block_bytes(descriptor.groups[group], descriptor.dtype, size)))
     found: list[Cut] = []

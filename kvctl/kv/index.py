@@ -1,11 +1,9 @@
 """The index: which packs hold the blocks that lead to a point of a chain. It finds stored prefixes; it owns nothing.
 
 A node is `index/<nsdigest>/<key>.json`, named by the key of the block that ends there, which stands for all tokens up
-to there. Each chain has nodes
-    every 1,024 tokens (anchors),
-    after the last anchor every 8 blocks, then at 4, 2 and 1 blocks as the rest divides, and at a partial block's end.
-So a session adds at most tokens / 1,024 + 11 nodes. The longest stored prefix of other tokens is found by galloping
-and bisecting over the anchors, then over the nodes behind the last one: O(log n) reads, whatever else is stored.
+to there. `kvctl.kv.places` says where a chain has nodes: anchors, O(log tokens) of them, and behind the last one nodes
+that lead to the session's end. The longest stored prefix of other tokens is found by galloping and bisecting over the
+anchors, then over each kind of nodes behind the last one: O(log n) reads, whatever else is stored.
 
 A node names the packs of the tokens since the anchor before it, so anchors are read back to the start. What proves
 them: their keys (computed here, from the tokens), the anchor before, and an HMAC of the tokens in between; a pack's
@@ -24,14 +22,14 @@ from typing import Final
 from kvctl.core.errors import ConflictError, FormatError, IncompatibleError, KvctlError, NotFoundError
 from kvctl.kv.documents import Fields, canonical, loads
 from kvctl.kv.identity import Descriptor
-from kvctl.kv.tokens import ANCHOR_TOKENS, ROOT, TOKEN_HMAC_SIZE, BlockKey, token_bytes, token_hmac
+from kvctl.kv.places import anchor_before, anchors, points, spacing, steps
+from kvctl.kv.tokens import ROOT, TOKEN_HMAC_SIZE, BlockKey, token_bytes, token_hmac
 from kvctl.repo import metadata
 from kvctl.repo.chunks import ChunkRef
 from kvctl.repo.repo import Repo
 
 INDEX: Final = "index/"
 SCHEMA: Final = "kvctl.index/1"
-COARSE: Final = 8  # blocks between nodes behind the last anchor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -106,29 +104,6 @@ def node_key(nsdigest: str, key: bytes) -> str:
     return f"{INDEX}{nsdigest}/{key.hex()}.json"
 
 
-def anchor_before(tokens: int) -> int:
-    """The last anchor's place before `tokens`; 0 where there is none."""
-    return (tokens - 1) // ANCHOR_TOKENS * ANCHOR_TOKENS
-
-
-def points(tokens: int, block_tokens: int) -> list[int]:
-    """Where a chain of so many tokens has nodes, ascending."""
-    at = tokens // ANCHOR_TOKENS * ANCHOR_TOKENS
-    found = list(range(ANCHOR_TOKENS, at + 1, ANCHOR_TOKENS))
-    step = COARSE * block_tokens
-    while at + step <= tokens:
-        at += step
-        if at % ANCHOR_TOKENS:
-            found.append(at)
-    for blocks in (4, 2, 1):
-        if at + blocks * block_tokens <= tokens:
-            at += blocks * block_tokens
-            found.append(at)
-    if at < tokens:
-        found.append(tokens)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The longest stored prefix: its `tokens`, the nodes that prove it, how many index objects were asked for."""
@@ -180,13 +155,12 @@ class Finder:
         miss, said in `problems`.
         """
         total = self._ends[-1] if self._ends else 0
-        whole = self._bisect(ANCHOR_TOKENS, total // ANCHOR_TOKENS, 0, gallop=True)
-        places = [number * ANCHOR_TOKENS for number in range(1, whole + 1)]
-        proven = self._proven(places)
-        reached = proven * ANCHOR_TOKENS
+        places = anchors(total)
+        proven = self._proven(places[: self._bisect(places, gallop=True)])
+        reached = places[proven - 1] if proven else 0
         nodes = [node for place in places[:proven] if (node := self._seen[place]) is not None]
         last = self._tail(reached, total)
-        if last is not None and self._proves(last):
+        if last is not None:
             nodes.append(last)
             reached = last.tokens
         return Stored(reached, tuple(nodes), len(self._seen), tuple(dict.fromkeys(self._problems)))
@@ -202,30 +176,37 @@ class Finder:
         return len(places)
 
     def _tail(self, reached: int, total: int) -> Node | None:
-        """The last node behind an anchor that is there."""
-        size = self._size
-        limit = min(total, reached + ANCHOR_TOKENS - 1)
-        step = COARSE * size
-        at = reached + step * self._bisect(step, (limit - reached) // step, reached, gallop=False)
-        for blocks in (4, 2, 1):
-            if at + blocks * size <= limit and self._node(at + blocks * size) is not None:
-                at += blocks * size
-        if limit == total and total % size and at < total and self._node(total) is not None:
-            at = total
-        return self._seen.get(at) if at > reached else None
+        """The last node behind an anchor (or the start) that is there and what it must be."""
+        limit = min(total, reached + spacing(reached) - 1)
+        found: list[int] = []
+        at, end = reached, limit
+        for step in steps(reached, self._size):
+            places = range(at + step, end + 1, step)
+            count = self._bisect(places, gallop=False)
+            if count:
+                at = places[count - 1]
+                found.append(at)
+            end = min(limit, at + step - 1)
+        if limit == total and total % self._size and at < total:
+            found.append(total)
+        for place in reversed(found):
+            node = self._node(place)
+            if node is not None and self._proves(node):
+                return node
+        return None
 
-    def _bisect(self, step: int, count: int, base: int, *, gallop: bool) -> int:
-        """The most steps from `base` whose node is there, given that all before it are."""
-        low, high = 0, count + 1
+    def _bisect(self, places: Sequence[int], *, gallop: bool) -> int:
+        """Of how many `places`, from the first on, the nodes are there, given that they are there up to some place."""
+        low, high = 0, len(places) + 1
         if gallop:
             probe = 1
-            while probe <= count and self._node(base + probe * step) is not None:
+            while probe <= len(places) and self._node(places[probe - 1]) is not None:
                 low = probe
                 probe *= 2
             high = min(high, probe)
         while high - low > 1:
             middle = (low + high) // 2
-            if self._node(base + middle * step) is not None:
+            if self._node(places[middle - 1]) is not None:
                 low = middle
             else:
                 high = middle
@@ -338,7 +319,8 @@ def read_once(repo: Repo, key: str) -> bytes:
 
 def write_nodes(repo: Repo, nsdigest: str, nodes: Sequence[Node], whole: Callable[[Sequence[ChunkRef]], bool]) -> int:
     """Make sure that the nodes are there; returns how many were written. One that another push wrote stays, unless
-    `whole` says that not all of its chunks are there any more: then it is replaced.
+    `whole` says that not all of its chunks are there any more, or it goes back to another place than the anchor before
+    it: then it is replaced.
     """
 
     def write(node: Node) -> tuple[Node, str, tuple[ChunkRef, ...]] | bool:
@@ -351,9 +333,10 @@ def write_nodes(repo: Repo, nsdigest: str, nodes: Sequence[Node], whole: Callabl
             except NotFoundError:
                 return False
             try:
-                refs = tuple(use.chunk for use in Node.parse(data, key).packs)
+                known = Node.parse(data, key)
             except (FormatError, IncompatibleError):
-                refs = ()
+                return node, version, ()
+            refs = tuple(use.chunk for use in known.packs) if known.previous == node.previous else ()
             return node, version, refs
         return True
 

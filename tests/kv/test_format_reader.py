@@ -354,15 +354,41 @@ def test_a_layer_is_one_range_of_a_pack() -> None:
         assert order == sorted(order)
 
 
+def spacing(place: int) -> int:
+    return max(1024, 2 ** (place.bit_length() - 1) // 16) if place else 1024
+
+
+def places(tokens: int, block_tokens: int) -> list[int]:
+    """Where a session has index nodes."""
+    found = [place for place in range(1024, tokens + 1, 1024) if place % spacing(place) == 0]
+    at = found[-1] if found else 0
+    widths = [spacing(at) // 8**power for power in range(1, 9)]
+    for step in [*(width for width in widths if width > 8 * block_tokens), *(n * block_tokens for n in (8, 4, 2, 1))]:
+        fit = (tokens - at) // step
+        found += [at + number * step for number in range(1, fit + 1)]
+        at += fit * step
+    return found if at == tokens else [*found, tokens]
+
+
+def test_index_nodes_lie_where_they_must() -> None:
+    known = json.loads((VECTORS / "places.json").read_text())
+    assert sum(len(by_tokens) for by_tokens in known.values()) == 24
+    for block_tokens, by_tokens in known.items():
+        for tokens, expected in by_tokens.items():
+            assert places(int(tokens), int(block_tokens)) == expected
+
+
 def test_index_nodes_lead_to_the_session() -> None:
     manifest = session()
     ns = manifest["ns"]
     tokens = chunk(*manifest["chunks"][manifest["tokens_chunk"]])
     keys = {block[2] + block[3]: block[0] for block in expected_blocks(ns, tokens)}
-    assert manifest["index"] == [keys[end].hex() for end in (1024, 1056, TOKENS)]
-    for end, key in zip((1024, 1056, TOKENS), manifest["index"], strict=True):
+    ends = places(TOKENS, 16)
+    assert ends == [1024, 1056, TOKENS]
+    assert manifest["index"] == [keys[end].hex() for end in ends]
+    for end, key in zip(ends, manifest["index"], strict=True):
         node = document(f"index/{ns}/{key}.json", "kvctl.index/1")
-        anchor = (end - 1) // 1024 * 1024
+        anchor = max((place for place in ends if place < end and place % spacing(place) == 0), default=0)
         assert (node["key"], node["tokens"]) == (key, end)
         assert node["previous"] == (keys[anchor].hex() if anchor else "00" * 32)
         since = mac(domain_secret(), frames(b"kvctl.tokens/1", tokens[4 * anchor : 4 * end]))

@@ -41,6 +41,7 @@ def on_disk() -> dict[str, bytes]:
 def test_the_vectors_are_current(script: ModuleType) -> None:
     zstandard = pytest.importorskip("zstandard", reason="pip install zstandard")
     made = script.objects()
+    assert script.places() == (REPO.parent / "places.json").read_text(encoding="ascii")
     if zstandard.ZSTD_VERSION == (1, 5, 7):
         assert made == on_disk(), "run scripts/make_kv_vectors.py"
         assert script.readme(made) == (REPO.parent / "README.md").read_text(encoding="utf-8")

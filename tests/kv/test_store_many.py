@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from kvctl.core.context import Context
+from kvctl.kv.cutting import cut, pack_target
 from kvctl.kv.evict import EvictRequest, evict_sessions
 from kvctl.kv.identity import Group
+from kvctl.kv.index import Finder, PackUse, make_nodes, write_nodes
 from kvctl.kv.inspecting import list_sessions
+from kvctl.kv.names import SessionName
 from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.repacking import repack_sessions
 from kvctl.kv.seams import MemorySource
+from kvctl.kv.tokens import PUBLIC_SECRET, chain, token_bytes
+from kvctl.kv.writing import make_manifest
+from kvctl.repo.chunks import ChunkRef
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.repo import Repo
 from tests.kv.counting import Calls
-from tests.kv.world import descriptor, layer_kv, make_repo, mem_stores, objects, push, some_tokens
+from tests.kv.world import descriptor, layer_kv, make_repo, mem_stores, objects, push, some_ids, some_tokens
 
 SMALL = Group("full", (0,), 1, 4, 4)
 
@@ -53,32 +61,46 @@ def test_requests_are_proportional(ctx: Context, calls: Calls) -> None:  # K21
 LISTING = 5  # opening the repo, two lists, the namespace
 
 
-def test_a_long_sessions_manifest_is_small() -> None:
-    """438,764 tokens of 430 KB each, as 189 GB of KV are."""
-    from kvctl.kv.cutting import cut, pack_target
-    from kvctl.kv.index import PackUse, points
-    from kvctl.kv.names import SessionName
-    from kvctl.kv.writing import make_manifest
-    from kvctl.repo.chunks import ChunkRef
-
-    tokens = 438_764
+def test_a_long_session_is_its_packs_and_a_constant(ctx: Context, calls: Calls) -> None:
+    """438,764 tokens of 430 KB each, as 189 GB of KV are: objects, their sizes, and how many find it again."""
+    tokens = some_ids(438_764)
     meaning = descriptor(Group("full", tuple(range(105)), 8, 128, 128))
-    cuts = cut(meaning, 0, 0, tokens, pack_target(meaning, tokens, None))
+    cuts = cut(meaning, 0, 0, len(tokens), pack_target(meaning, len(tokens), None))
     size = 16 * 105 * 8 * 256 * 2
     uses = [
         PackUse(0, c.first, c.end - c.first, (c.end - c.begin) // 16 or 1, (c.end - c.begin) // 16 or 1, 4096,
                 ChunkRef(f"{number:064x}", "0" * 8, size * (c.end - c.begin) // 16 + 4096))
         for number, c in enumerate(cuts)
     ]  # fmt: skip
-    nodes = points(tokens, 16)
+    blocks = chain(PUBLIC_SECRET, meaning.digest, tokens)
+    nodes = make_nodes(PUBLIC_SECRET, blocks, token_bytes(tokens), uses, meaning)
     manifest = make_manifest(
-        SessionName("t", "s"), None, meaning, tokens, bytes(32), uses, [bytes(32)] * len(nodes), None,
+        SessionName("t", "s"), None, meaning, len(tokens), bytes(32), uses, [node.key for node in nodes], None,
         producer={}, labels={}, codecs=("none",),
     )  # fmt: skip
     assert not manifest.fault()
     assert len(manifest.to_bytes()) < 1 << 20
-    assert len(uses) < 5_000
-    assert len(nodes) <= tokens // 1_024 + 11
+    assert len(uses) == 428 * 8 + 4  # packs of 128 tokens, 55 MB
+    objects_but_packs = len(nodes) + len(("manifest", "descriptor"))
+    assert objects_but_packs == 103 < 120
+    assert max(len(node.to_bytes()) for node in nodes) < 16 << 10
+    assert sum(len(node.to_bytes()) for node in nodes) < 1 << 20
+    with Repo.open(make_repo(mem_stores(1), ctx), ctx) as repo:
+        assert write_nodes(repo, meaning.digest, nodes, lambda _: False) == len(nodes)
+
+        def found(wanted: array[int]) -> tuple[int, int]:
+            """(tokens of the stored prefix, requests for it)."""
+            keys = chain(PUBLIC_SECRET, meaning.digest, wanted)
+            calls.reset()
+            stored = Finder(repo, PUBLIC_SECRET, keys, token_bytes(wanted), meaning).find()
+            assert calls.count("get", "index/") == len(calls.control)
+            return stored.tokens, len(calls.control)
+
+        more = some_ids(40_000, seed=1)
+        assert found(tokens) == (len(tokens), 90 + 8)  # all its anchors, and steps behind the last one
+        assert found(tokens + more) == (438_752, 102)
+        assert found(tokens[:300_000] + more) == (294_912, 93)
+        assert found(more) == (0, 7)
 
 
 @pytest.mark.parametrize("sessions", [2, 8])

@@ -69,6 +69,11 @@ def some_tokens(count: int, seed: int = 0) -> array[int]:
     return array("I", (choose.randrange(50_000) for _ in range(count)))
 
 
+def some_ids(count: int, seed: int = 0) -> array[int]:
+    """As `some_tokens`, quicker, of all u32."""
+    return array("I", random.Random(seed).randbytes(4 * count))
+
+
 def rows_of(tokens: array[int], what: str, width: int) -> list[bytes]:
     """`width` bytes for each token, which follow from all tokens up to it."""
     found: list[bytes] = []
