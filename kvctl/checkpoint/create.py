@@ -10,16 +10,19 @@ import contextlib
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final
 
 import blake3
 
 from kvctl.checkpoint import names
 from kvctl.checkpoint.catalog import Catalog
+from kvctl.checkpoint.direct import write_options
 from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.lock import Lock
 from kvctl.checkpoint.names import Entry, Manifest
@@ -124,10 +127,13 @@ class _Writing:
         self._find_place()
         self._source_cpu = self.source.cpu_seconds()
         self.pacer.start(self.request.baseline_seconds)
+        asked = self.request.transport
+        options, note = write_options(self.member.config, asked, self.request.transport_options)
+        if note:
+            self.report.notes.append(note)
         lanes = open_lanes(
-            (self.member,), memory_kind="shared", transport=self.request.transport,
-            options=self.request.transport_options, trace=self.ctx.trace,
-        )  # fmt: skip
+            (self.member,), memory_kind="shared", transport=asked, options=options, trace=self.ctx.trace
+        )
         for lane in lanes.lanes:
             lane.transport = PacedTransport(lane.transport, self.pacer)
         watch.ready()
@@ -211,18 +217,22 @@ class _Writing:
             self.report.notes.append("updates were held back for the last copy")
 
     def _attempt(self, lanes: LaneSet) -> None:
-        """A few shards at a time, the next ones hashed while those before are written."""
+        """Shards are hashed in turn while those before are written: what is hashed by then, a few at a time."""
         self.digests = []
-        step = self.source.at_once
-        groups = [self.source.shards[start : start + step] for start in range(0, len(self.source.shards), step)]
-        ahead: list[Future[_Prepared]] = []
+        most = self.source.at_once
+        coming = iter(self.source.shards)
+        ahead: deque[Future[_Prepared]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="kvctl-hash") as pool:
             try:
-                for following in (*groups, ()):
-                    items, ahead = ahead, []
-                    prepared = [future.result() for future in items]
-                    ahead = [pool.submit(self._prepare, shard) for shard in following]
-                    self._place_all(prepared, lanes)
+                while True:
+                    ahead.extend(pool.submit(self._prepare, shard) for shard in islice(coming, most - len(ahead)))
+                    if not ahead:
+                        break
+                    items = [ahead.popleft().result()]
+                    while ahead and ahead[0].done() and ahead[0].exception() is None:
+                        items.append(ahead.popleft().result())
+                    ahead.extend(pool.submit(self._prepare, shard) for shard in islice(coming, most - len(ahead)))
+                    self._place_all(items, lanes)
             finally:
                 for future in ahead:
                     if not future.cancel():
