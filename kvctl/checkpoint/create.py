@@ -1,15 +1,12 @@
 """Writing a checkpoint: hash, share or write each file, then the digests, the manifest, LATEST, retention.
 
-Nothing is visible as a checkpoint before its manifest. A run that dies leaves its folder with a list of what is there;
-the next run with the same source takes it over, compares content, and writes what is missing or different.
+Nothing is visible as a checkpoint before its manifest. Where the files lie, and which are there already, is `folder`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +20,7 @@ import blake3
 from kvctl.checkpoint import names
 from kvctl.checkpoint.catalog import Catalog
 from kvctl.checkpoint.direct import write_options
+from kvctl.checkpoint.folder import Folder
 from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.lock import Lock
 from kvctl.checkpoint.names import Entry, Manifest
@@ -31,7 +29,7 @@ from kvctl.checkpoint.pacing import BASELINE_SECONDS, PacedTransport, Pacer
 from kvctl.checkpoint.shards import PIECE, Shard, ShardSource, UpdatedError
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import ConflictError, InterruptedRunError, NotFoundError, UsageError
+from kvctl.core.errors import ConflictError, InterruptedRunError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.repo.locking import LockingStore
 from kvctl.transfer.execute import Executor
@@ -114,26 +112,21 @@ class _Writing:
         self.stats = RunStats()
         self.total = sum(shard.size for shard in source.shards)
         self.pacer = Pacer(request.limits, self.total, ctx, latencies)
-        self.ident = ""
-        self.there: dict[str, Entry] = {}
-        self._noting = threading.Lock()
+        self.folder = Folder(store, self.catalog, source.name, source.shards, report.notes)
         self._source_cpu: float | None = None
-        self.previous: Manifest | None = None
         self.digests: list[TensorDigest] = []
-        self.counts = {"written_bytes": 0, "shared_bytes": 0, "resumed_bytes": 0, "restarts": 0}
+        self.counts = {"written_bytes": 0, "shared_bytes": 0, "copied_bytes": 0, "resumed_bytes": 0, "restarts": 0}
 
     def run(self, watch: Stopwatch) -> None:
         self._check_sizes()
-        self._find_place()
+        self.folder.find()
         self._source_cpu = self.source.cpu_seconds()
         self.pacer.start(self.request.baseline_seconds)
         asked = self.request.transport
         options, note = write_options(self.member.config, asked, self.request.transport_options)
         if note:
             self.report.notes.append(note)
-        lanes = open_lanes(
-            (self.member,), memory_kind="shared", transport=asked, options=options, trace=self.ctx.trace
-        )
+        lanes = open_lanes((self.member,), memory_kind="shared", transport=asked, options=options, trace=self.ctx.trace)
         for lane in lanes.lanes:
             lane.transport = PacedTransport(lane.transport, self.pacer)
         watch.ready()
@@ -158,37 +151,6 @@ class _Writing:
                     cause=f"{shard.size} bytes, the limit is {_SINGLE_PUT}",
                     hint="shard the model by 5 GB before it is loaded, or write to a node:// or file store",
                 )
-
-    # -- where it goes -------------------------------------------------------------------------------------
-
-    def _plan(self) -> str:
-        parts = [[shard.name, shard.size] for shard in self.source.shards]
-        return blake3.blake3(json.dumps(parts).encode()).hexdigest()[:32]
-
-    def _find_place(self) -> None:
-        """Take over an unfinished one of the same source, else begin a new one; remove other unfinished ones (we hold
-        the lock, so nobody writes them).
-        """
-        plan = self._plan()
-        for ident in self.catalog.unfinished():
-            try:
-                found = names.parse_partial(self.store.get(f"{ident}/{names.PARTIAL}"))
-            except (ValueError, NotFoundError):
-                continue
-            if not self.ident and found[:2] == (self.source.name, plan):
-                self.ident, self.there = ident, found[2]
-                self.report.notes.append(f"resumed {ident}: {len(self.there)} files were there")
-            else:
-                self.catalog.remove(ident)
-        complete = self.catalog.complete()
-        self.previous = self.catalog.manifest(complete[-1]) if complete else None
-        if not self.ident:
-            self.ident = names.new_id(self.store.now(), complete[-1] if complete else None)
-        self._note_progress()
-
-    def _note_progress(self) -> None:
-        data = names.partial_json(self.source.name, self._plan(), self.there)
-        self.store.put(f"{self.ident}/{names.PARTIAL}", data)
 
     # -- the weights -----------------------------------------------------------------------------------------
 
@@ -288,62 +250,27 @@ class _Writing:
         return found
 
     def _task(self, item: _Prepared) -> Task | None:
-        """The write that it takes until the file is there; None when it was written before, or is shared with the last
-        checkpoint.
+        """The write that it takes until the file is there; None when it was written before, or the store made it of the
+        last checkpoint's.
         """
-        shard, key = item.shard, f"{self.ident}/{item.shard.name}"
+        shard, folder = item.shard, self.folder
         entry = Entry(shard.size, item.content)
-        if self.there.get(shard.name) == entry and self._has(key, shard.size):
+        if folder.has(shard.name, entry):
             self.counts["resumed_bytes"] += shard.size
             self.ctx.progress.advance(shard.size)
             return None
-        if self.there.pop(shard.name, None) is not None:
-            self._note_progress()  # it is about to be another generation's
-        if self._share(entry, shard.name):
-            self.counts["shared_bytes"] += shard.size
+        reused = folder.reuse(shard.name, entry)
+        if reused is not None:
+            self.counts["shared_bytes" if reused.shared else "copied_bytes"] += shard.size
             self.ctx.progress.advance(shard.size)
-            self._written(shard.name, entry)
             return None
 
         def written(_: Task, view: memoryview) -> None:
             self.counts["written_bytes"] += shard.size
-            self._written(shard.name, entry)
+            folder.written(shard.name, entry)
 
-        return Task(
-            (Place(0, key),), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer, on_bytes=written
-        )
-
-    def _written(self, name: str, entry: Entry) -> None:
-        """One that is there for a run that takes over. Writes of a group end on several threads."""
-        with self._noting:
-            self.there[name] = entry
-            self._note_progress()
-
-    def _has(self, key: str, size: int) -> bool:
-        try:
-            return self.store.stat(key).size == size
-        except NotFoundError:
-            return False
-
-    def _share(self, entry: Entry, name: str) -> bool:
-        """A file of the last checkpoint with the same content becomes this one's too, where the store can do that
-        without moving bytes: a hard link in a file system.
-        """
-        if self.previous is None or self.member.config.scheme != "file":
-            return False
-        same = next((old for old, found in self.previous.files.items() if found == entry), None)
-        if same is None:
-            return False
-        root = self.member.config.url.removeprefix("file://")
-        target = os.path.join(root, self.ident, name)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(target)
-            os.link(os.path.join(root, self.previous.ident, same), target)
-        except OSError as error:  # no links here, or too many
-            self.report.notes.append(f"{name} could not be shared with {self.previous.ident}: {error.strerror}")
-            return False
-        return True
+        place = Place(0, folder.key(shard.name))
+        return Task((place,), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer, on_bytes=written)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -353,26 +280,21 @@ class _Writing:
         side = {name: data for name, data in self.source.side_files.items() if name not in ours}
         digests = DigestsFile(tuple(self.digests))
         side[names.DIGESTS] = json.dumps(digests.to_json(), indent=1).encode()
+        folder = self.folder
         for name, data in side.items():
-            self.store.put(f"{self.ident}/{name}", data)
-            self.there[name] = Entry(len(data), blake3.blake3(data).hexdigest())
+            version = self.store.put(folder.key(name), data).version
+            folder.there[name] = Entry(len(data), blake3.blake3(data).hexdigest(), version)
         wanted = {shard.name for shard in self.source.shards} | side.keys()
         manifest = Manifest(
-            self.ident, datetime.now(UTC).isoformat(timespec="seconds"), self.source.name, self.source.generation,
-            digests.digest, {name: entry for name, entry in self.there.items() if name in wanted},
+            folder.ident, datetime.now(UTC).isoformat(timespec="seconds"), self.source.name, self.source.generation,
+            digests.digest, {name: entry for name, entry in folder.there.items() if name in wanted},
         )  # fmt: skip
         self.lock.check()
-        self._clean(wanted)
-        self.store.put(f"{self.ident}/{names.MANIFEST}", json.dumps(manifest.to_json(), indent=1).encode())
-        self.store.delete([f"{self.ident}/{names.PARTIAL}"])
-        self.store.put(names.LATEST, f"{self.ident}\n".encode())
+        folder.clean(wanted)
+        self.store.put(folder.key(names.MANIFEST), json.dumps(manifest.to_json(), indent=1).encode())
+        self.store.delete([folder.key(names.PARTIAL)])
+        self.store.put(names.LATEST, f"{folder.ident}\n".encode())
         return manifest
-
-    def _clean(self, wanted: set[str]) -> None:
-        """What an earlier try left here and this one has not is no part of the checkpoint."""
-        start = f"{self.ident}/"
-        keep = {*wanted, names.PARTIAL}
-        self.store.delete([info.key for info in self.store.list(start) if info.key.removeprefix(start) not in keep])
 
     def _tell(self, manifest: Manifest) -> None:
         report, request = self.report, self.request

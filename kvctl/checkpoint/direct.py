@@ -1,5 +1,5 @@
-"""Whether a checkpoint's files are written past the page cache. They are large, in page-aligned memory, and nobody reads
-them soon: by O_DIRECT they cost a fifth of the CPU time, and throw nothing out of the page cache that an engine needs.
+"""Whether a checkpoint's files are written past the page cache. They are large, in page-aligned memory, and nobody
+reads them soon: O_DIRECT takes no copy, and throws nothing out of the page cache that an engine needs.
 """
 
 from __future__ import annotations

@@ -45,10 +45,21 @@ def is_id(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a checkpoint. `content`: for weights, of the header and all tensor digests; else of the bytes."""
+    """A file of a checkpoint. `content`: for weights, of the header and all tensor digests; else of the bytes.
+    `version`: the store's, of the object that was written; empty where it is not known.
+    """
 
     size: int
     content: str
+    version: str = ""
+
+    def same(self, other: Entry | None) -> bool:
+        """Whether both hold the same, wherever they lie."""
+        return other is not None and (self.size, self.content) == (other.size, other.content)
+
+    def to_json(self) -> dict[str, int | str]:
+        found: dict[str, int | str] = {"bytes": self.size, "content": self.content}
+        return {**found, "version": self.version} if self.version else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class Manifest:
             "source": self.source,
             "generation": self.generation,
             "digest": self.digest,
-            "files": {name: {"bytes": e.size, "content": e.content} for name, e in self.files.items()},
+            "files": {name: entry.to_json() for name, entry in self.files.items()},
             **self.facts,
         }
 
@@ -101,7 +112,7 @@ def partial_json(source: str, plan: str, files: Mapping[str, Entry]) -> bytes:
             "schema": PARTIAL_SCHEMA,
             "source": source,
             "plan": plan,
-            "files": {name: {"bytes": e.size, "content": e.content} for name, e in files.items()},
+            "files": {name: entry.to_json() for name, entry in files.items()},
         }
     ).encode()
 
@@ -118,7 +129,10 @@ def parse_partial(data: bytes) -> tuple[str, str, dict[str, Entry]]:
 
 
 def _entries(value: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:  # Any: JSON
-    return {str(name): Entry(int(item["bytes"]), str(item["content"])) for name, item in value.items()}
+    return {
+        str(name): Entry(int(item["bytes"]), str(item["content"]), str(item.get("version", "")))
+        for name, item in value.items()
+    }
 
 
 def to_remove(complete: Sequence[str], keep_last: int, latest: str | None) -> list[str]:

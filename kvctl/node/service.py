@@ -36,7 +36,7 @@ from kvctl.transports.node_auth import TOKEN_HEADER, Asked, Rights
 _ROOT: Final = "/v1/"
 _SMALL_BODY: Final = 1 << 16
 _JSON: Final = {"content-type": "application/json"}
-_METHODS: Final = "GET, HEAD, PUT, DELETE"
+_METHODS: Final = "GET, HEAD, PUT, DELETE, COPY"
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Service:
 
     async def _dispatch(self, exchange: _Exchange) -> None:
         request = exchange.request
-        if request.method not in {"GET", "HEAD", "PUT", "DELETE"}:
+        if request.method not in {"GET", "HEAD", "PUT", "DELETE", "COPY"}:
             raise HttpError(405, "method", f"{request.method} is not offered", headers={"allow": _METHODS})
         if request.length and request.method != "PUT":
             raise HttpError(400, "body", f"a {request.method} has no body")
@@ -196,6 +196,8 @@ class Service:
         elif method == "PUT":
             self._check(exchange, "rw", key, once=True)
             await self._put(exchange, key)
+        elif method == "COPY":
+            await self._copy(exchange, key)
         else:
             self._check(exchange, "rw", key, once=True)
             version = parse_version(exchange.request.get("if-match"), "If-Match")
@@ -270,6 +272,20 @@ class Service:
         finally:
             draft.close()
         await self._send(exchange, 200, b"", headers_of(found, ranges=False))
+
+    async def _copy(self, exchange: _Exchange, key: str) -> None:
+        """What another object of this node holds, under this key too. The token is for both."""
+        query = dict(exchange.request.query)
+        source = query.pop("from", "")
+        version = parse_version(exchange.request.get("if-match"), "If-Match")
+        if not source or query or version is None:
+            raise HttpError(400, "copy", "COPY says ?from=KEY and, in If-Match, that object's version")
+        check_name(source)
+        self._check(exchange, "rw", key, once=True)
+        self._check(exchange, "ro", source)
+        found, shared = await exchange.channel.in_thread(lambda: self._tree.copy(source, key, version))
+        page = json.dumps({"size": found.size, "shared": shared}).encode()
+        await self._send(exchange, 200, page, {**headers_of(found, ranges=False), **_JSON})
 
     async def _receive(self, exchange: _Exchange, draft: Draft, size: int) -> None:
         if exchange.request.get("expect").lower() == "100-continue":

@@ -37,6 +37,7 @@ TEMP_SUFFIX: Final = ".kvctl-tmp"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block the open
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_NO_LINK: Final = frozenset({errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
 _NAME_BYTES: Final = 255
 _KEY_BYTES: Final = 1024  # as S3
 
@@ -211,6 +212,49 @@ class Tree:
             self._last_ns = max(time.time_ns(), self._last_ns + 1)
             return self._last_ns
 
+    def copy(self, source: str, key: str, if_version: str) -> tuple[Stat, bool]:
+        """Give `key` what `source` holds: as another name of the file, or (False) as a copy where it can have none.
+        Durable when it returns. Raises ConflictError when the source is at another version.
+        """
+        fd, found = self.open(source)
+        try:
+            if found.version != if_version:
+                raise ConflictError(f"{source} is not at version {if_version} any more")
+            os.fsync(fd)  # it may be another program's
+            if self._link(fd, key):
+                return found, True
+            draft = self.create(key, found.size)
+            try:
+                _copy_bytes(fd, draft.fd, found.size)
+                if stat_of(os.fstat(fd)) != found:
+                    raise ConflictError(f"{source} was changed while it was copied")
+                return draft.commit(), False
+            finally:
+                draft.close()
+        except OSError as problem:
+            raise _as_write_error(problem, key) from None
+        finally:
+            os.close(fd)
+
+    def _link(self, fd: int, key: str) -> bool:
+        """Another name of an open file, if it can have one. Raises OSError."""
+        parts = check_name(key)
+        temp = _temp_name(parts[-1])
+        with self._folder(parts[:-1], create=True) as folder:
+            try:
+                with _locked(folder):
+                    os.link(f"/proc/self/fd/{fd}", temp, dst_dir_fd=folder, follow_symlinks=True)
+                    os.rename(temp, parts[-1], src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as problem:
+                if problem.errno not in _NO_LINK:
+                    raise
+                return False
+            finally:
+                with contextlib.suppress(OSError):  # renaming one name of a file to another one of it leaves both
+                    os.unlink(temp, dir_fd=folder)
+            os.fsync(folder)
+        return True
+
     def delete(self, key: str, if_version: str | None = None) -> None:
         """Raises ConflictError when the object is at another version; a missing one is no error."""
         parts = check_name(key)
@@ -326,6 +370,16 @@ def _allocate(fd: int, size: int) -> None:
     except OSError as problem:
         if problem.errno not in {errno.EOPNOTSUPP, errno.EINVAL}:
             raise
+
+
+def _copy_bytes(source: int, target: int, size: int) -> None:
+    """Raises OSError."""
+    done = 0
+    while done < size:
+        moved = os.sendfile(target, source, done, min(size - done, 64 << 20))
+        if moved == 0:
+            raise OSError(errno.EIO, "the file ended early")
+        done += moved
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from typing import Final
 
 from kvctl.core.errors import ConflictError, NotFoundError, StalledError
 from kvctl.repo.layout import LOCKS, short_part
-from kvctl.transports.api import ObjectInfo, Store, StoreCapabilities, UploadInfo
+from kvctl.transports.api import Copied, ObjectInfo, Store, StoreCapabilities, UploadInfo
+from kvctl.transports.wrapper import copier
 
 SETTLE: Final = 1.5  # seconds; S3's clock shows whole seconds
 TTL: Final = 60.0
@@ -114,6 +115,9 @@ class LockingStore:
             self.inner.delete(expired)
         alive = [item for item in tickets if item.key not in expired]
         return min(alive, key=lambda item: (item.modified, item.key)).key if alive else None
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        return copier(self.inner).copy(source, key, if_version=if_version)
 
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         self.inner.delete(keys, if_version=if_version)

@@ -109,6 +109,7 @@ class FaultyS3:
     conditional_put: bool = True
     conditional_get: bool = True
     checksums: bool = True
+    copies: bool = True
     page_size: int = 1000
     tls_certificate: tuple[str, str] | None = None  # PEM files: chain, key
     port: int = 0

@@ -164,6 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self) -> None:
         owner = self.server.owner
+        if "x-amz-copy-source" in self.headers:
+            self._copy()
+            return
         with owner.lock:
             old = owner.objects.get((self.bucket, self.key))
             if owner.conditional_put:
@@ -174,6 +177,21 @@ class _Handler(BaseHTTPRequestHandler):
                     raise s3.RefusalError(412, "PreconditionFailed", "At least one of the preconditions did not hold")
             stored = owner.put(self.key, self.body, self.bucket)
         self._answer(200, headers={"ETag": f'"{stored.etag}"'})
+
+    def _copy(self) -> None:
+        owner = self.server.owner
+        if not owner.copies:
+            raise s3.RefusalError(501, "NotImplemented", "objects are not copied here")
+        bucket, _, key = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+        version = (self.headers.get("x-amz-copy-source-if-match") or "").strip('"')
+        with owner.lock:
+            stored = owner.objects.get((bucket, key))
+            if stored is None:
+                raise s3.RefusalError(404, "NoSuchKey", "The specified key does not exist.")
+            if version and version != stored.etag:
+                raise s3.RefusalError(412, "PreconditionFailed", "At least one of the preconditions did not hold")
+            made = owner.put(self.key, stored.data, self.bucket)
+        self._answer(200, s3.copy_document(made), document=True)
 
     def _get(self) -> None:
         owner = self.server.owner

@@ -63,6 +63,8 @@ def check_signature(
     path, _, query = target.partition("?")
     pairs = sorted(part if "=" in part else f"{part}=" for part in query.split("&") if part)
     names = match["names"].split(";")
+    if unsigned := sorted(name for name in headers if name.startswith("x-amz-") and name not in names):
+        raise RefusalError(403, "AccessDenied", f"There were headers present which were not signed: {unsigned}")
     lines = "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in names)
     payload = headers.get("x-amz-content-sha256", "")
     canonical = "\n".join([method, quote(unquote(path), safe="/-._~"), "&".join(pairs), lines, match["names"], payload])
@@ -129,3 +131,11 @@ def parse_delete(body: bytes) -> list[str]:
 def delete_document(keys: Iterable[str]) -> bytes:
     del keys  # 'Quiet' answers name failures only
     return b'<?xml version="1.0" encoding="UTF-8"?>\n<DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>'
+
+
+def copy_document(made: Stored) -> bytes:
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n<CopyObjectResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<LastModified>{made.modified:%Y-%m-%dT%H:%M:%S.000Z}</LastModified><ETag>&quot;{made.etag}&quot;</ETag>"
+        "</CopyObjectResult>"
+    ).encode()

@@ -15,7 +15,7 @@ from typing import Final
 import pytest
 
 from kvctl.core.errors import ConflictError, KvctlError, NotFoundError, TransientError, UsageError
-from kvctl.transports.api import Store
+from kvctl.transports.api import Copies, Store
 
 _WRITERS: Final = 16
 STRANGE_KEYS: Final = (
@@ -222,6 +222,35 @@ class StoreContract:
             case.store.stat("k")
         with pytest.raises(UsageError):
             case.store.delete(["a", "b"], if_version=first.version)
+
+    def test_copy_inside_the_store(self, case: StoreCase) -> None:
+        store = case.store
+        first = store.put("from/a b", b"0123456789")
+        if not store.capabilities.copy:
+            if isinstance(store, Copies):
+                with pytest.raises(UsageError):
+                    store.copy("from/a b", "to/c", if_version=first.version)
+            return
+        assert isinstance(store, Copies), "the capability `copy` needs the method"
+        for _ in range(2):  # onto nothing, and onto itself
+            made = store.copy("from/a b", "to/c+d", if_version=first.version).info
+            assert (made.key, made.size) == ("to/c+d", 10)
+            assert made.version == store.stat("to/c+d").version
+        assert [item.key for item in store.list()] == ["from/a b", "to/c+d"]
+        assert list(store.uploads()) == []
+        # from here on the two have nothing to do with each other
+        second = store.put("from/a b", b"other")
+        assert case.raw_get("to/c+d") == b"0123456789"
+        with pytest.raises(ConflictError, match="from/a b"):
+            store.copy("from/a b", "to/c+d", if_version=first.version)
+        assert case.raw_get("to/c+d") == b"0123456789"
+        store.copy("from/a b", "to/c+d", if_version=second.version)
+        store.put("to/c+d", b"mine")
+        assert case.raw_get("from/a b") == b"other"
+        with pytest.raises(NotFoundError):
+            store.copy("no-such-key", "to/e", if_version=second.version)
+        with pytest.raises(NotFoundError):
+            store.stat("to/e")
 
     def test_unfinished_uploads(self, case: StoreCase) -> None:
         if not case.store.capabilities.uploads:

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import KvctlError
@@ -20,6 +20,8 @@ __all__ = [
     "HOST_KINDS",
     "Capabilities",
     "Completion",
+    "Copied",
+    "Copies",
     "ObjectInfo",
     "Op",
     "Registration",
@@ -61,13 +63,34 @@ class StoreCapabilities:
 
     conditional_put: `put(if_absent / if_version)` is atomic, one winner of any race.
     conditional_delete: `delete(if_version)` is atomic. strong_list: a put is in the next list.
-    uploads: unfinished uploads can be listed and aborted.
+    uploads: unfinished uploads can be listed and aborted. copy: it makes objects of others by itself, see `Copies`.
     """
 
     conditional_put: bool = True
     conditional_delete: bool = False
     strong_list: bool = True
     uploads: bool = False
+    copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """An object that a store made of another one. `shared`: the two share their space, as two names of a file."""
+
+    info: ObjectInfo
+    shared: bool
+
+
+@runtime_checkable
+class Copies(Protocol):
+    """What a store with the capability `copy` has besides. Wrappers have it whether or not what they wrap has."""
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        """Make `key` hold what `source` holds at `if_version`: no byte passes through here. Atomic and durable when it
+        returns; replaces what was there. Raises NotFoundError; ConflictError when the source is at another version;
+        UsageError without the capability; IncompatibleError where the server refuses to, though others like it do.
+        """
+        ...
 
 
 class Store(Protocol):

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from kvctl.core.errors import KvctlError, TransientError
 from kvctl.transports.api import (
     Completion,
+    Copied,
     ObjectInfo,
     Op,
     Status,
@@ -25,7 +26,7 @@ from kvctl.transports.api import (
     Transport,
     UploadInfo,
 )
-from kvctl.transports.wrapper import TransportWrapper
+from kvctl.transports.wrapper import TransportWrapper, copier
 
 T = TypeVar("T")
 
@@ -116,6 +117,10 @@ class FaultyStore:
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
         return self._call("put", key, lambda: self.inner.put(key, data, if_absent=if_absent, if_version=if_version))
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        inner = copier(self.inner)
+        return self._call("copy", key, lambda: inner.copy(source, key, if_version=if_version))
 
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         self._call("delete", keys[0] if keys else "", lambda: self.inner.delete(keys, if_version=if_version))

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from kvctl.core.errors import ConflictError, NotFoundError, SizeMismatchError, UsageError, VersionChangedError
 from kvctl.transports.api import (
     Capabilities,
+    Copied,
     ObjectInfo,
     Op,
     Store,
@@ -33,7 +34,7 @@ class _Space:
     """The objects of one name. `clock_skew` moves its clock, for tests of leases and grace periods."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.objects: dict[str, _Object] = {}
         self.versions = itertools.count(1)
         self.clock_skew = timedelta(0)
@@ -59,7 +60,7 @@ class MemStore:
         root, _, prefix = name.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self.space = space(root)
-        self.capabilities = StoreCapabilities(conditional_put=conditional_put, conditional_delete=True)
+        self.capabilities = StoreCapabilities(conditional_put=conditional_put, conditional_delete=True, copy=True)
 
     def stat(self, key: str) -> ObjectInfo:
         return self._info(key, self._find(key))
@@ -92,6 +93,16 @@ class MemStore:
             self.space.objects[self._prefix + key] = new
         return self._info(key, new)
 
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        check_key(key)
+        with self.space.lock:
+            old = self._find(source)
+            if old.version != if_version:
+                raise ConflictError(f"{self.url}: {source} is not at version {if_version} any more")
+            new = _Object(old.data, f"v{next(self.space.versions)}", self.space.now())
+            self.space.objects[self._prefix + key] = new
+        return Copied(self._info(key, new), shared=True)
+
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         if if_version is not None and len(keys) != 1:
             raise UsageError("a conditional delete takes one key")
@@ -117,7 +128,7 @@ class MemStore:
 
     def _find(self, key: str) -> _Object:
         check_key(key)
-        with self.space.lock:
+        with self.space.lock:  # which may be held: it is one that can be taken again
             found = self.space.objects.get(self._prefix + key)
         if found is None:
             raise NotFoundError(f"{self.url}: no object {key}")

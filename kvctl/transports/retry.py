@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from kvctl.core.cancel import CancelToken
 from kvctl.core.context import RetryPolicy
 from kvctl.core.errors import ConflictError, KvctlError, NotFoundError
-from kvctl.transports.api import ObjectInfo, Store, StoreCapabilities, UploadInfo
+from kvctl.transports.api import Copied, ObjectInfo, Store, StoreCapabilities, UploadInfo
+from kvctl.transports.wrapper import copier
 
 T = TypeVar("T")
 
@@ -145,6 +146,10 @@ class RetryStore:
             return info if self.stat(key).version == info.version else None
         except NotFoundError:
             return None
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        inner = copier(self.inner)
+        return self._call(f"copy {source}", lambda: inner.copy(source, key, if_version=if_version))
 
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         what = f"delete {keys[0]}" if len(keys) == 1 else f"delete {len(keys)} keys"

@@ -1,13 +1,14 @@
 """`TransportWrapper`: a transport around another one that passes everything on. Wrappers say what they change.
-`innermost`: the store inside whatever wraps it.
+`innermost`: the store inside whatever wraps it. `copier`: a store that copies inside itself, as wrappers ask for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvctl.core.errors import UsageError
 from kvctl.memory.buffers import Buffer
-from kvctl.transports.api import Capabilities, Completion, Op, Registration, Store, Transport
+from kvctl.transports.api import Capabilities, Completion, Copies, Op, Registration, Store, Transport
 
 
 class TransportWrapper:
@@ -45,4 +46,11 @@ def innermost(store: Store) -> Store:
     inner: Store | None = store
     while inner is not None:
         store, inner = inner, getattr(inner, "inner", None)
+    return store
+
+
+def copier(store: Store) -> Copies:
+    """Raises UsageError for a store without the capability `copy`."""
+    if not isinstance(store, Copies) or not store.capabilities.copy:
+        raise UsageError(f"{store.url} copies nothing inside itself")
     return store

@@ -15,20 +15,23 @@ import secrets
 import stat as stat_module
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from kvctl.core.errors import (
     AuthError,
     CapacityError,
     ConflictError,
     EnvError,
+    IncompatibleError,
     KvctlError,
     NotFoundError,
     TransientError,
     UsageError,
 )
-from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
+from kvctl.transports.api import Copied, ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl_file.paths import TEMP_SUFFIX, check_key, root_of
+
+_NO_LINK: Final = frozenset({errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 def version_of(status: os.stat_result) -> str:
@@ -59,7 +62,7 @@ def raise_from(problem: OSError, path: str) -> NoReturn:
 class FileStore:
     """See `kvctl.transports.api.Store`."""
 
-    capabilities = StoreCapabilities(conditional_put=True, conditional_delete=True, uploads=True)
+    capabilities = StoreCapabilities(conditional_put=True, conditional_delete=True, uploads=True, copy=True)
 
     def __init__(self, url: str) -> None:
         self.root = root_of(url)
@@ -135,10 +138,7 @@ class FileStore:
     def writing(self, key: str, *, if_absent: bool = False, if_version: str | None = None) -> Iterator[int]:
         """A descriptor of a temp file that becomes `key`, durably, when the block ends without an error."""
         path = self.path(key)
-        folder = os.path.dirname(path)
-        # the name of the file is cut, not its folder: 255 bytes is the limit of a name
-        short = os.path.basename(path).encode()[:200].decode(errors="ignore")
-        temp = os.path.join(folder, f"{short}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+        folder, temp = os.path.dirname(path), _temp_of(path)
         try:
             os.makedirs(folder, exist_ok=True)
             fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -161,6 +161,36 @@ class FileStore:
         except BaseException:
             _unlink(temp)
             raise
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        """A second name of the file: whoever edits one in place, which kvctl never does, edits the other. Raises
+        IncompatibleError where the file system has no links, or the file too many.
+        """
+        origin, path = self.path(source), self.path(key)
+        folder, temp = os.path.dirname(path), _temp_of(path)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            fd = os.open(origin, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as problem:
+            raise_from(problem, origin)
+        try:
+            status = os.fstat(fd)
+            if version_of(status) != if_version:
+                raise ConflictError(f"{self.url}: {source} is not at version {if_version} any more")
+            os.fsync(fd)  # it may be another program's
+            with _folder_lock(folder) as folder_fd:
+                # of the open file, whatever its name means by now
+                os.link(f"/proc/self/fd/{fd}", temp, dst_dir_fd=folder_fd, follow_symlinks=True)
+                os.rename(temp, path)
+                os.fsync(folder_fd)
+        except OSError as problem:
+            if problem.errno in _NO_LINK:
+                raise IncompatibleError(f"{origin} can have no second name", cause=problem.strerror) from problem
+            raise_from(problem, path)
+        finally:
+            os.close(fd)
+            _unlink(temp)  # renaming one name of a file to another one of it leaves both
+        return Copied(_info(key, status), shared=True)
 
     def _check_condition(self, path: str, key: str, *, if_absent: bool, if_version: str | None) -> None:
         try:
@@ -212,6 +242,12 @@ class FileStore:
 
     def close(self) -> None:
         return
+
+
+def _temp_of(path: str) -> str:
+    # the name of the file is cut, not its folder: 255 bytes is the limit of a name
+    short = os.path.basename(path).encode()[:200].decode(errors="ignore")
+    return os.path.join(os.path.dirname(path), f"{short}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
 
 
 def _unlink(path: str) -> None:

@@ -1,8 +1,8 @@
 """The `file` transport: preadv and pwritev straight between files and memory, O_DIRECT by option.
 
 A file is opened for each operation (microseconds against MiB): its version is compared before and after the
-read, so that a file rewritten in place is noticed, and no descriptor outlives its use. Space is reserved before the first
-byte of a large file: a full disk is told at once, and the blocks are found in one go.
+read, so that a file rewritten in place is noticed, and no descriptor outlives its use. Space is reserved before the
+first byte of a large file: a full disk is told at once, and the blocks are found in one go.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import quote
 
-from kvctl.core.errors import IncompatibleError, NotFoundError, SizeMismatchError, UsageError
-from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
+from kvctl.core.errors import ConflictError, IncompatibleError, NotFoundError, SizeMismatchError, UsageError
+from kvctl.transports.api import Copied, ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
 from kvctl.transports.wire import Head
 from kvctl_native.client import Call, Client
@@ -27,7 +27,7 @@ def version_of(etag: str) -> str:
 class NodeStore:
     """See `kvctl.transports.api.Store`."""
 
-    capabilities = StoreCapabilities(conditional_put=True, conditional_delete=True, uploads=True)
+    capabilities = StoreCapabilities(conditional_put=True, conditional_delete=True, uploads=True, copy=True)
 
     def __init__(self, access: NodeAccess) -> None:
         self.access = access
@@ -98,6 +98,20 @@ class NodeStore:
         call = Call("PUT", self.full_key(key), key, "write", if_match=if_version, if_absent=if_absent, body=body)
         head, _ = self._client.request(call)
         return self._info(key, len(body), head)
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        query = f"from={_quoted(self.full_key(source))}"
+        call = Call("COPY", self.full_key(key), key, "write", query, if_match=if_version)
+        try:
+            head, body = self._client.request(call)
+        except ConflictError as problem:
+            raise ConflictError(f"{self.url}: {source} is not at version {if_version} any more") from problem
+        try:
+            said = json.loads(body)
+            size, shared = int(said["size"]), bool(said["shared"])
+        except (ValueError, KeyError, TypeError):
+            raise IncompatibleError(f"{self.url}: {key}: a copy that the node does not describe") from None
+        return Copied(self._info(key, size, head), shared)
 
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         if if_version is not None and len(keys) != 1:

@@ -14,6 +14,7 @@ from kvctl_s3.route import Route
 from kvctl_s3.signing import EMPTY_PAYLOAD, Signer
 
 _BODY_LIMIT = 1 << 31  # of a chunked answer
+_COPY_SECONDS = 600.0  # of silence: 5 GiB, the most that one copy takes, at 9 MB/s
 
 
 class Client:
@@ -37,9 +38,11 @@ class Client:
         doing: Doing = "read",
         data: bytes | None = None,
         once: bool = False,
+        copy: tuple[str, str] | None = None,
     ) -> tuple[Head, bytes]:
         """A 2xx answer and its body. `shown` is the key in messages. `data` is what a PUT sends. `once`: not sent
-        again when it may have arrived. Raises KvctlError for any other answer; its details say `unsent` when no
+        again when it may have arrived. `copy`: key and version of an object that the server copies, which may take it
+        long. Raises KvctlError for any other answer; its details say `unsent` when no
         connection could be made.
         """
         what = f"{doing} {shown}".strip()
@@ -47,21 +50,25 @@ class Client:
         if data is not None:
             payload = hashlib.sha256(data).hexdigest()
             extra = f"content-length: {len(data)}\r\ncontent-type: application/octet-stream\r\n{extra}"
+        amz: list[tuple[str, str]] = []
+        if copy is not None:
+            origin, version = copy
+            amz = [("x-amz-copy-source", self._route.source(origin)), ("x-amz-copy-source-if-match", f'"{version}"')]
         tries = 0
         while True:
             tries += 1
             try:
-                connection, signer, reused = self._take()
+                connection, signer, reused = self._take() if copy is None else self._patient()
             except OSError as problem:
                 error = from_connection(self._route.endpoint, problem, doing=what)
                 error.details["unsent"] = True
                 raise error from None
             keep = False
             try:
-                request = self._route.head(signer, method, key, extra, query=query, payload=payload)
+                request = self._route.head(signer, method, key, extra, query=query, payload=payload, amz=amz)
                 head = _exchange(connection, request, data)
                 body = b"" if method == "HEAD" or head.status == 204 else self._body(connection, head, shown)
-                keep = head.keep_alive and not (method == "HEAD" and head.rest)
+                keep = head.keep_alive and not (method == "HEAD" and head.rest) and copy is None
             except ClosedError as problem:
                 # an idle connection that the server closes at the same moment says nothing about the request
                 if problem.before_answer and reused and tries == 1 and not once:
@@ -110,6 +117,10 @@ class Client:
                 return connection, signer, True
             connection.close()
         return self._route.connect(), self._route.signer(), False
+
+    def _patient(self) -> tuple[Connection, Signer, bool]:
+        """A connection for a request whose answer comes when gigabytes have been copied."""
+        return self._route.connect(timeout=_COPY_SECONDS), self._route.signer(), False
 
     def _give_back(self, connection: Connection, signer: Signer) -> None:
         with self._lock:

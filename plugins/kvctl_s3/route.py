@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from kvctl.transports.wire import Connection
@@ -29,17 +30,21 @@ class Route:
         self._bucket_path = f"/{settings.bucket}" if path_style else "/"
         self._tls = access.tls_context if secure else None
 
-    def connect(self, receive_buffer: int = 0) -> Connection:
-        """Raises OSError."""
+    def connect(self, receive_buffer: int = 0, *, timeout: float | None = None) -> Connection:
+        """`timeout`: seconds without a byte, instead of those of the settings. Raises OSError."""
         settings = self._access.settings
         return Connection(
             self._host,
             self._port,
             tls=self._tls,
             connect_timeout=settings.connect_timeout,
-            timeout=settings.timeout,
+            timeout=settings.timeout if timeout is None else timeout,
             receive_buffer=receive_buffer,
         )
+
+    def source(self, key: str) -> str:
+        """An object as the header `x-amz-copy-source` names it."""
+        return encode_path(f"/{self._access.settings.bucket}/{key}")
 
     def url(self, key: str) -> str:
         """Where a request for `key` goes; it holds no secret."""
@@ -58,16 +63,20 @@ class Route:
         *,
         query: str = "",
         payload: str = EMPTY_PAYLOAD,
+        amz: Sequence[tuple[str, str]] = (),
     ) -> bytes:
         """The head of a request for an object, or for the bucket (`key` None). `extra`: more header lines, each with
-        its line end. `query` is encoded and sorted. Raises AuthError without credentials.
+        its line end. `amz`: `x-amz-*` headers, which are signed. `query` is encoded and sorted. Raises AuthError
+        without credentials.
         """
         path = self._bucket_path if key is None else encode_path(self._root + key)
         credentials = self._access.credentials()
-        auth = ""
+        signed = amz
         if credentials is not None:
-            signed = signer.headers(method, self._host_header, path, credentials, query=query, payload=payload)
-            auth = "".join(f"{name}: {value}\r\n" for name, value in signed)
+            signed = signer.headers(
+                method, self._host_header, path, credentials, query=query, payload=payload, more=amz
+            )
+        auth = "".join(f"{name}: {value}\r\n" for name, value in signed)
         target = f"{path}?{query}" if query else path
         return (
             f"{method} {target} HTTP/1.1\r\nhost: {self._host_header}\r\nuser-agent: kvctl\r\n{auth}{extra}\r\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -52,14 +53,19 @@ class Signer:
         *,
         query: str = "",
         payload: str = EMPTY_PAYLOAD,
+        more: Sequence[tuple[str, str]] = (),
         now: datetime | None = None,
     ) -> list[tuple[str, str]]:
-        """The headers to add to a request whose `path` and `query` are encoded (and sorted) already."""
+        """The headers to add to a request whose `path` and `query` are encoded (and sorted) already; `more` among them:
+        other `x-amz-*` ones.
+        """
         stamp = now.strftime(_STAMP) if now is not None else time.strftime(_STAMP, time.gmtime())
         day = stamp[:8]
         signed = [("host", host), ("x-amz-content-sha256", payload), ("x-amz-date", stamp)]
         if credentials.token:
             signed.append(("x-amz-security-token", credentials.token))
+        if more:
+            signed = [signed[0], *sorted([*signed[1:], *more])]
         names = ";".join(name for name, _ in signed)
         lines = "".join(f"{name}:{value}\n" for name, value in signed)
         canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{payload}"

@@ -25,7 +25,7 @@ from kvctl.core.errors import (
     TransientError,
     UsageError,
 )
-from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
+from kvctl.transports.api import Copied, ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
 from kvctl.transports.retry import from_pages
 from kvctl.transports.wire import Head
@@ -75,7 +75,7 @@ class S3Store:
     @property
     def capabilities(self) -> StoreCapabilities:
         """May write (and delete) one small object, once, to learn whether the server honours conditional puts."""
-        return StoreCapabilities(conditional_put=self._has_conditional_put(), uploads=True)
+        return StoreCapabilities(conditional_put=self._has_conditional_put(), uploads=True, copy=True)
 
     def full_key(self, key: str) -> str:
         """The object's key in the bucket. Raises UsageError for keys that S3 or a proxy would change."""
@@ -181,6 +181,28 @@ class S3Store:
             ):
                 raise ConflictError(f"{self.url}: {key} is not at version {if_version} any more: it is gone") from None
             raise
+
+    def copy(self, source: str, key: str, *, if_version: str) -> Copied:
+        """By CopyObject, which takes 5 GiB at most."""
+        origin, full = self.full_key(source), self.full_key(key)
+        changed = ConflictError(f"{self.url}: {source} is not at version {if_version} any more")
+        before = self.stat(source)  # not every server knows the condition
+        if before.version != if_version:
+            raise changed
+        try:
+            _, body = self._ask("PUT", full, shown=key, doing="write", data=b"", copy=(origin, if_version))
+            code, message, _ = parse_error_body(body)
+            if code:  # it may be found out after the status has been sent
+                raise from_status(self.url, key, 500, code, message, doing="write")
+        except ConflictError:
+            raise changed from None
+        made = self.stat(key)
+        if made.size != before.size:
+            raise IncompatibleError(
+                f"{self.url}: {key} has {made.size} bytes after it was copied from {source}, which has {before.size}",
+                hint="this server does not copy objects",
+            )
+        return Copied(made, shared=False)
 
     def delete(self, keys: Sequence[str], *, if_version: str | None = None) -> None:
         if if_version is not None:
@@ -312,12 +334,13 @@ class S3Store:
         doing: Doing = "read",
         data: bytes | None = None,
         once: bool = False,
+        copy: tuple[str, str] | None = None,
     ) -> tuple[Head, bytes]:
         """A request to the endpoint that answers. See `Client.request`."""
 
         def attempt(endpoint: str) -> tuple[Head, bytes]:
             return self._reader(endpoint).request(
-                method, full, extra, query=query, shown=shown, doing=doing, data=data, once=once
+                method, full, extra, query=query, shown=shown, doing=doing, data=data, once=once, copy=copy
             )
 
         return self._each_endpoint(attempt, once=once)

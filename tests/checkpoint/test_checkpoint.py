@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.agent.load import load_slot, swap_slot
+from kvctl.agent.load import swap_slot
 from kvctl.checkpoint import catalog, names
 from kvctl.checkpoint.create import CreateRequest, create
 from kvctl.checkpoint.lock import Lock
@@ -23,46 +23,19 @@ from kvctl.checkpoint.shards import SlotShards
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context, RetryPolicy
 from kvctl.core.errors import ConflictError, IntegrityError, NotFoundError, TransientError, UsageError
-from kvctl.testing.models import LlamaShape, write_llama
+from kvctl.testing.models import write_llama
 from kvctl.testing.nodes import NodeProcess
-from kvctl.transfer.report import Report
 from kvctl.transports.registry import open_store
 from kvctl.weights.request import LoadRequest
 from tests.agent.agents import AgentProcess, eventually, kvctl, read_slot, same_files
+from tests.checkpoint.making import SHAPE, checkpoint
 
-SHAPE = LlamaShape(layers=2, hidden=512, inner=1024, vocab=2048)
 SLOW = "3MB"  # a model of 13 MB takes seconds, in groups of four shards: time to disturb it
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> dict[str, bytes]:
-    return write_llama(str(tmp_path / "m"), SHAPE, shards=12)
-
-
-@pytest.fixture
-def loaded(agent: AgentProcess, model: dict[str, bytes], tmp_path: Path) -> AgentProcess:
-    load_slot(LoadRequest(str(tmp_path / "m"), into="slot:m"), Context(), socket=agent.socket)
-    return agent
 
 
 @pytest.fixture
 def to(tmp_path: Path) -> StoreConfig:
     return parse_store(str(tmp_path / "ck" / "llama"))
-
-
-def checkpoint(
-    agent: AgentProcess,
-    to: StoreConfig,
-    *,
-    slot: str = "m",
-    ctx: Context | None = None,
-    keep_last: int | None = None,
-) -> Report:
-    shards = SlotShards(slot, socket=agent.socket)
-    try:
-        return create(shards, CreateRequest(to, Limits(), keep_last), ctx or Context())
-    finally:
-        shards.close()
 
 
 def folder(to: StoreConfig, ident: str | None = None) -> Path:
@@ -294,7 +267,7 @@ def test_on_s3_it_is_paced_within_objects_and_one_at_a_time(
         checkpoint(loaded, to)
     again = checkpoint(loaded, to, keep_last=1)
     assert again.extra["removed"] == [report.extra["id"]]
-    assert again.extra["shared_bytes"] == 0
+    assert (again.written, again.extra["shared_bytes"], again.extra["copied_bytes"]) == (0, 0, report.written)
     catalog.restore(LoadRequest("", into=f"dir:{tmp_path}/back"), to, None, Context())
     assert is_copy(tmp_path / "back", model)
     assert [item["id"] for item in catalog.ls(to, Context())["checkpoints"]] == [again.extra["id"]]
