@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -173,6 +174,29 @@ def test_no_key_leads_out_of_the_directory(node: NodeProcess, raw: Raw, target: 
     answer = raw.ask(method, target, b"" if method == "PUT" else None)
     assert answer.status in {400, 405}, answer
     assert secret.read_bytes() == b"secret"
+
+
+def test_a_copy_reads_and_writes_where_the_token_may(node: NodeProcess, raw: Raw, fresh: str) -> None:
+    place = Path(node.data) / fresh
+    (Path(node.folder) / "secret").write_bytes(b"secret")
+    version = raw.ask("PUT", f"/v1/{fresh}/in/k", b"data").headers["etag"]
+    raw.ask("PUT", f"/v1/{fresh}/k", b"not yours")
+    (place / "in" / "out").symlink_to(Path(node.folder) / "secret")
+    made = raw.ask("COPY", f"/v1/{fresh}/in/new?from={fresh}/in/k", if_match=version)
+    assert (made.status, made.headers["etag"], json.loads(made.body)) == (200, version, {"size": 4, "shared": True})
+    assert (place / "in" / "new").read_bytes() == b"data"
+    for query, code in (("", 400), (f"?from={fresh}/in/k&x=1", 400), (f"?from={fresh}/in/none", 404)):
+        assert raw.ask("COPY", f"/v1/{fresh}/in/b{query}", if_match=version).status == code
+    for source in ("../secret", "%2e%2e/secret", "/etc/passwd", f"{fresh}/in/out", f"{fresh}/in"):
+        assert raw.ask("COPY", f"/v1/{fresh}/in/b?from={source}", if_match=version).status in {400, 403, 404}
+    assert raw.ask("COPY", f"/v1/{fresh}/in/b?from={fresh}/in/k").status == 400
+    assert raw.ask("COPY", f"/v1/{fresh}/in/b?from={fresh}/in/k", if_match='"1-2-3"').status == 412
+    with Raw((node.host, node.port), derived(node, "rw", f"{fresh}/in")) as scoped:
+        assert scoped.ask("COPY", f"/v1/{fresh}/in/b?from={fresh}/k", if_match=version).code == "scope"
+        assert scoped.ask("COPY", f"/v1/{fresh}/b?from={fresh}/in/k", if_match=version).code == "scope"
+    with Raw((node.host, node.port), derived(node, "ro", fresh)) as reader:
+        assert reader.ask("COPY", f"/v1/{fresh}/in/b?from={fresh}/in/k", if_match=version).code == "scope"
+    assert sorted(path.name for path in (place / "in").iterdir()) == ["k", "new", "out"]
 
 
 def test_links_are_followed_inside_the_directory_only(node: NodeProcess, raw: Raw, fresh: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +12,13 @@ import pytest
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import UsageError
+from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.seaweed import SeaweedFS
 from kvctl.testing.store_contract import StoreCase
 from kvctl.testing.transport_contract import TransportCase, TransportContract
 from kvctl.transports.api import Capabilities, Op, Store, Transport
+from kvctl.transports.faces import SyncTransport
 from kvctl.transports.faults import FaultyTransport
 from kvctl.transports.limit import LimitedTransport, TokenBucket
 from kvctl.transports.mem import MemStore, MemTransport
@@ -208,3 +213,35 @@ class TestAligned(TransportContract):
     @pytest.fixture
     def case(self) -> TransportCase:
         return mem_transport_case(AlignedMem)
+
+
+def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path: Path) -> None:
+    """But the last part of a page, which goes through it."""
+    case = file_case(tmp_path / "store")
+    config = StoreConfig(f"file://{tmp_path / 'store'}")
+    buffer = HostBuffer((3 << 20) + 5)
+    buffer.view[:] = bytes(range(256)) * (3 << 12) + b"tail!"
+    (transport,) = open_transports(config, case.store, choose("file", "host", "file"), {"direct": "true"})
+    with SyncTransport(transport) as direct:
+        whole = Op(1, "write", "whole", 0, 3 << 20, buffer, object_size=3 << 20)
+        ragged = Op(2, "write", "ragged", 0, buffer.nbytes, buffer, object_size=buffer.nbytes)
+        askew = Op(3, "write", "askew", 0, 3 << 20, buffer, buffer_offset=5, object_size=3 << 20)
+        ended = direct.move([whole, ragged, askew])
+    if ended[0].error is not None and "Invalid argument" in str(ended[0].error.cause):
+        pytest.skip("the file system of the tests takes no O_DIRECT: set TMPDIR to one that does")
+    assert [item.error for item in ended] == [None, None, None]
+    assert [cached_pages(tmp_path / "store" / op.key) for op in (whole, ragged)] == [0, 1]
+    assert case.raw_get("whole") == buffer.view[: 3 << 20]
+    assert case.raw_get("ragged") == buffer.view
+    assert case.raw_get("askew") == buffer.view[5:]
+
+
+def cached_pages(path: Path) -> int:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    assert libc.mincore(ctypes.c_void_p(place), ctypes.c_size_t(size), pages) == 0, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in pages)
