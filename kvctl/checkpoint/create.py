@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import blake3
 
@@ -25,7 +25,7 @@ from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.lock import Lock
 from kvctl.checkpoint.names import Entry, Manifest
 from kvctl.checkpoint.pace import Limits
-from kvctl.checkpoint.pacing import BASELINE_SECONDS, PacedTransport, Pacer
+from kvctl.checkpoint.pacing import BASELINE_SECONDS, Pacer
 from kvctl.checkpoint.shards import PIECE, Shard, ShardSource, UpdatedError
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
@@ -111,7 +111,7 @@ class _Writing:
         self.clock = StageClock()
         self.stats = RunStats()
         self.total = sum(shard.size for shard in source.shards)
-        self.pacer = Pacer(request.limits, self.total, ctx, latencies)
+        self.pacer = Pacer(request.limits, ctx, latencies, baseline_seconds=request.baseline_seconds)
         self.folder = Folder(store, self.catalog, source.name, source.shards, report.notes)
         self._source_cpu: float | None = None
         self.digests: list[TensorDigest] = []
@@ -121,14 +121,14 @@ class _Writing:
         self._check_sizes()
         self.folder.find()
         self._source_cpu = self.source.cpu_seconds()
-        self.pacer.start(self.request.baseline_seconds)
+        self.pacer.begin(self.total)
         asked = self.request.transport
         options, note = write_options(self.member.config, asked, self.request.transport_options)
         if note:
             self.report.notes.append(note)
         lanes = open_lanes((self.member,), memory_kind="shared", transport=asked, options=options, trace=self.ctx.trace)
         for lane in lanes.lanes:
-            lane.transport = PacedTransport(lane.transport, self.pacer)
+            lane.transport = self.pacer.paced(lane.transport)
         watch.ready()
         self.ctx.progress.begin("checkpointing", self.total)
         try:
@@ -213,7 +213,7 @@ class _Writing:
             tasks = [task for task in map(self._task, items) if task is not None]
             if tasks:
                 # a paced write may take long: it is no stall
-                executor = Executor(lanes.lanes, self.ctx, hedge=False, max_rate=int(self.request.limits.min_rate))
+                executor = Executor(lanes.lanes, self.ctx, hedge=False, max_rate=self.pacer.least)
                 try:
                     executor.run(tasks)
                 finally:
@@ -257,12 +257,12 @@ class _Writing:
         entry = Entry(shard.size, item.content)
         if folder.has(shard.name, entry):
             self.counts["resumed_bytes"] += shard.size
-            self.ctx.progress.advance(shard.size)
+            self._skip(shard.size)
             return None
         reused = folder.reuse(shard.name, entry)
         if reused is not None:
             self.counts["shared_bytes" if reused.shared else "copied_bytes"] += shard.size
-            self.ctx.progress.advance(shard.size)
+            self._skip(shard.size)
             return None
 
         def written(_: Task, view: memoryview) -> None:
@@ -271,6 +271,10 @@ class _Writing:
 
         place = Place(0, folder.key(shard.name))
         return Task((place,), 0, shard.size, "write", object_size=shard.size, buffer=item.buffer, on_bytes=written)
+
+    def _skip(self, nbytes: int) -> None:
+        self.ctx.progress.advance(nbytes)
+        self.pacer.skip(nbytes)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -327,17 +331,3 @@ class _Writing:
         if now is None or self._source_cpu is None or not self.total:
             return None
         return (now - self._source_cpu) / (self.total / 1e9)
-
-
-def missed(report: Report) -> str:
-    """What of the pace was not kept, in words; empty when all was."""
-    pacing: dict[str, Any] = report.extra.get("pacing", {})  # Any: JSON
-    parts = []
-    if pacing.get("budget_missed"):
-        parts.append(
-            f"p99 was {1000 * pacing['over_baseline_s']:.1f} ms over the baseline, "
-            f"the budget was {1000 * pacing['budget_s']:g} ms"
-        )
-    if pacing.get("deadline_missed"):
-        parts.append("the deadline had passed")
-    return "; ".join(parts)

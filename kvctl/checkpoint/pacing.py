@@ -13,6 +13,7 @@ from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.pace import ENOUGH, Controller, Limits, p99
 from kvctl.core.context import Context
 from kvctl.core.errors import InterruptedRunError
+from kvctl.transfer.report import Report
 from kvctl.transports.api import Completion, Op, Status, Transport
 from kvctl.transports.threaded import OpCancelledError
 from kvctl.transports.wrapper import TransportWrapper
@@ -24,17 +25,26 @@ _NAP: Final = 0.1
 
 
 class Pacer:
-    """Thread-safe. `start` measures the baseline when there are latencies to hold to; `close` ends it."""
+    """See `kvctl.transfer.pace.Pace`. `begin` measures the baseline when there are latencies to hold to;
+    `limits.deadline` counts from then on.
+    """
 
-    def __init__(self, limits: Limits, total: int, ctx: Context, latencies: Latencies | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        ctx: Context,
+        latencies: Latencies | None = None,
+        *,
+        baseline_seconds: float = BASELINE_SECONDS,
+    ) -> None:
         self.limits = limits
-        self._total = total
         self._ctx = ctx
+        self._baseline_seconds = baseline_seconds
         self._latencies = latencies if limits.budget is not None else None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._controller = Controller(limits, total, None)
+        self._controller = Controller(limits, 0, None)
         self._level = 0.0
         self._at = self._started = time.monotonic()
         self._done = 0
@@ -46,18 +56,23 @@ class Pacer:
         """Nothing holds it back: no rate was given and there are no latencies to follow."""
         return self.limits.max_rate is None and self._latencies is None
 
-    def start(self, seconds: float = BASELINE_SECONDS) -> None:
+    @property
+    def least(self) -> int | None:
+        return None if self.unpaced else int(self.limits.min_rate)
+
+    def begin(self, total: int) -> None:
         """Raises InterruptedRunError when asked to stop meanwhile."""
+        self._controller = Controller(self.limits, total, None)
         if self._latencies is not None:
             self._latencies.take()
             before: list[float] = []
-            ends = time.monotonic() + seconds
+            ends = time.monotonic() + self._baseline_seconds
             while time.monotonic() < ends:
                 self._ctx.cancel.check("measuring the baseline")
                 time.sleep(_NAP)
                 before += self._latencies.take()
             if len(before) >= ENOUGH:
-                self._controller = Controller(self.limits, self._total, p99(before))
+                self._controller = Controller(self.limits, total, p99(before))
             else:
                 self._ctx.progress.note("the engine tells no latencies: the pace follows the rates alone")
         self._at = self._started = time.monotonic()
@@ -95,6 +110,13 @@ class Pacer:
                 raise OpCancelledError
             self._waited += min(pause, _NAP)
             time.sleep(min(pause, _NAP))
+
+    def paced(self, transport: Transport) -> Transport:
+        return PacedTransport(transport, self)
+
+    def skip(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
 
     def hold(self, nbytes: int) -> None:
         """As `wait`, for what is no transport's work. Raises InterruptedRunError."""
@@ -185,3 +207,17 @@ class PacedTransport(TransportWrapper):
                 with contextlib.suppress(OpCancelledError):  # it went in one go: the next one waits for it
                     self._pacer.wait(size - asked)
         return done
+
+
+def missed(report: Report) -> str:
+    """What of the pace was not kept, in words; empty when all was."""
+    pacing: dict[str, Any] = report.extra.get("pacing", {})  # Any: JSON
+    parts = []
+    if pacing.get("budget_missed"):
+        parts.append(
+            f"p99 was {1000 * pacing['over_baseline_s']:.1f} ms over the baseline, "
+            f"the budget was {1000 * pacing['budget_s']:g} ms"
+        )
+    if pacing.get("deadline_missed"):
+        parts.append("the deadline had passed")
+    return "; ".join(parts)

@@ -25,6 +25,7 @@ from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, open_lanes, transports_of
+from kvctl.transfer.pace import NoPace, Pace
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
 from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
@@ -40,13 +41,14 @@ from kvctl.weights.slicing import Heads
 from kvctl.weights.sources import SourceFile
 
 PIECE: Final = 16 << 20
+HASHED: Final = 16 << 20  # at a time
 PUSH_PLAN_SCHEMA: Final = "kvctl.push-plan/1"
 
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
     """`source`: a path or URL of plain weights. `version` None: the next number, or the version that is there
-    already when it holds exactly this. Rates in bytes per second.
+    already when it holds exactly this. Rates in bytes per second. `pace` holds reading, hashing and writing back.
     """
 
     source: str
@@ -57,6 +59,7 @@ class PushRequest:
     rules: str | None = None
     max_in_flight_bytes: int | None = None
     max_rate: int | None = None
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,9 @@ class _Pushing:
         self.stats = RunStats()
         self.reading: LaneSet = open_lanes(source.members, max_rate=request.max_rate, trace=ctx.trace)
         self.writing: LaneSet = open_lanes(repo.up, max_rate=request.max_rate, trace=ctx.trace)
+        self.pace = request.pace or NoPace()
+        for lane in self.writing.lanes:
+            lane.transport = self.pace.paced(lane.transport)
         self.workers = min(4, os.cpu_count() or 1)
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-hash")
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="kvctl-read")
@@ -223,6 +229,7 @@ class _Pushing:
     def run(self, watch: Stopwatch) -> None:
         states = [_FileState(file, FileHasher(file.header)) for file in self.source.source.files]
         total = self.source.source.data_bytes
+        self.pace.begin(total * self.repo.format.replicas)
         watch.ready()
         self.ctx.progress.begin("pushing", total)
         try:
@@ -235,6 +242,7 @@ class _Pushing:
             raise
         finally:
             self.ctx.progress.end()
+            self.pace.close()
         report = self.report
         fill(report, self.stats, self.writing, self.clock.busy(), self.workers, seconds=watch.since_ready)
         report.transport = transports_of(self.reading, self.writing)
@@ -300,13 +308,15 @@ class _Pushing:
                     at += part.width
         else:
             tasks = _pieces(place, file.size, base + window.start, window.length, buffer, 0)
+        self.pace.hold(sum(task.length for task in tasks))
         stats = self._executor(self.reading).run(tasks)
         self.report.requests += stats.requests
         self.report.retries += stats.retries
 
     def _executor(self, lanes: LaneSet) -> Executor:
         limits = self.request
-        return Executor(lanes.lanes, self.ctx.quiet(), budget=limits.max_in_flight_bytes, max_rate=limits.max_rate)
+        rate = self.pace.least or limits.max_rate  # one that waits for its turn has not stalled
+        return Executor(lanes.lanes, self.ctx.quiet(), budget=limits.max_in_flight_bytes, max_rate=rate)
 
     def _process(self, state: _FileState, window: _Window, buffer: HostBuffer, read: Future[None]) -> None:
         with self.clock.timed("wait for source"):
@@ -322,7 +332,10 @@ class _Pushing:
     def _hash_tensors(self, state: _FileState, window: _Window, buffer: HostBuffer) -> None:
         with self.clock.timed("digest"):
             if not window.packed:
-                state.hasher.region(window.start, buffer.view[: window.length])
+                for at in range(0, window.length, HASHED):
+                    end = min(at + HASHED, window.length)
+                    self.pace.hold(end - at)
+                    state.hasher.region(window.start + at, buffer.view[at:end])
                 return
             at = 0
             for part in window.cuts[0].parts:
@@ -353,6 +366,7 @@ class _Pushing:
         return chunks
 
     def _summary(self, chunk: _Chunk) -> _Summary:
+        self.pace.hold(chunk.size)
         with self.clock.timed("digest"):
             return _Summary(digest_of(chunk.view), chunk.size, leaf_table(chunk.view))
 
@@ -365,7 +379,9 @@ class _Pushing:
         found = self.push.find(sizes) if sizes else {}
         self.refs |= found
         self.shared_chunks += len(found)
-        self.shared_bytes += sum(ref.size for ref in found.values())
+        reused = sum(ref.size for ref in found.values())
+        self.shared_bytes += reused
+        self.pace.skip(reused * self.repo.format.replicas)
         fresh = self.push.new_many({digest: size for digest, size in sizes.items() if digest not in found})
         tasks: list[Task] = []
         placing = []

@@ -1,6 +1,9 @@
-"""What the tests of checkpoints make: a model of twelve shards in a slot, and checkpoints of it."""
+"""What the tests of checkpoints make: a model of twelve shards in a slot, checkpoints of it, latencies."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
 
 from kvctl.checkpoint.create import CreateRequest, create
 from kvctl.checkpoint.pace import Limits
@@ -27,3 +30,20 @@ def checkpoint(
         return create(shards, CreateRequest(to, Limits(), keep_last), ctx or Context())
     finally:
         shards.close()
+
+
+class Told:
+    """Latencies that a test sets."""
+
+    resolution = "told"
+
+    def __init__(self, gap: float, later: float) -> None:
+        self._gap = gap
+        self._later = later
+        self._until = time.monotonic() + 0.8
+
+    def take(self) -> Sequence[float]:
+        return [self._gap if time.monotonic() < self._until else self._later] * 40
+
+    def close(self) -> None:
+        return

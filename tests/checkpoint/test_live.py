@@ -15,10 +15,11 @@ import pytest
 
 from kvctl.checkpoint import catalog, names
 from kvctl.checkpoint import pacing as pacing_module
-from kvctl.checkpoint.create import CreateRequest, create, missed
+from kvctl.checkpoint.create import CreateRequest, create
 from kvctl.checkpoint.engine import EngineLatencies, EngineWeights
 from kvctl.checkpoint.latency import Canary, Histogram, Latencies, open_latencies
 from kvctl.checkpoint.pace import Limits
+from kvctl.checkpoint.pacing import missed
 from kvctl.checkpoint.shards import LiveShards, LiveTensor, LiveWeights
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context
@@ -29,6 +30,7 @@ from kvctl.transfer.report import Report
 from kvctl.weights.load import run_load
 from kvctl.weights.request import LoadRequest
 from tests.agent.agents import eventually
+from tests.checkpoint.making import Told
 
 TENSORS = [LiveTensor(f"layer.{number}.weight", "F32", (256, 64)) for number in range(8)]
 
@@ -198,23 +200,6 @@ def test_raw_samples_of_an_engine_set_the_pace(to: StoreConfig) -> None:
     assert pacing["baseline_p99_s"] == 0.01
     assert pacing["resolution"] == "raw inter-token samples of the engine"
     assert missed(report) == ""
-
-
-class Told:
-    """Latencies that a test sets."""
-
-    resolution = "told"
-
-    def __init__(self, gap: float, later: float) -> None:
-        self._gap = gap
-        self._later = later
-        self._until = time.monotonic() + 0.8
-
-    def take(self) -> Sequence[float]:
-        return [self._gap if time.monotonic() < self._until else self._later] * 40
-
-    def close(self) -> None:
-        return
 
 
 def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_whole(to: StoreConfig) -> None:

@@ -14,7 +14,9 @@ from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Size, Span, argument, option, s3_options, yes_option
 
 if TYPE_CHECKING:
+    from kvctl.checkpoint.into_repo import IntoRepo
     from kvctl.checkpoint.latency import Latencies
+    from kvctl.checkpoint.pace import Limits
     from kvctl.checkpoint.shards import ShardSource
     from kvctl.core.addresses import StoreConfig
     from kvctl.core.context import Context
@@ -83,14 +85,15 @@ def create(
 ) -> None:
     """Write one generation of live weights to a store, at a pace that the engine's users do not feel.
 
-    What has not changed since the last checkpoint is shared with it where the store can do that (a file system: hard
-    links; a repo: chunks). Running it again after an interruption resumes. LATEST moves last.
+    Files that have not changed since the last checkpoint are not sent: the store links or copies them (a repo: shares
+    chunks). Running it again after an interruption resumes. LATEST moves last.
     """
     from contextlib import ExitStack, closing
 
-    from kvctl.checkpoint.create import CreateRequest, missed
+    from kvctl.checkpoint.create import CreateRequest
     from kvctl.checkpoint.create import create as run
     from kvctl.checkpoint.pace import Limits
+    from kvctl.checkpoint.pacing import missed
     from kvctl.core.errors import PartialError, UsageError
 
     app = current()
@@ -103,23 +106,30 @@ def create(
             "--latency-budget without --latency-from",
             hint="engine:URL, canary:URL or metrics:URL tells what the engine's users feel",
         )
+    limits = Limits(max_rate, float(min_rate), latency_budget, deadline)
+    request: CreateRequest | IntoRepo
     if form == "repo":
-        if keep_last or latency_budget or deadline:
+        if keep_last:
             raise UsageError(
-                "--format repo takes --max-rate only",
+                "--format repo takes no --keep-last",
                 hint="versions of a repo's model share their chunks; remove them with `kvctl models rm`",
             )
-        _into_repo(app, source, to, max_rate, S3Flags(**s3))
-        return
-    config = _place(app, to, S3Flags(**s3))
-    limits = Limits(max_rate, float(min_rate), latency_budget, deadline)
-    request = CreateRequest(config, limits, keep_last, transport)
+        if transport != "auto":
+            raise UsageError("--format repo takes no --transport", hint="members of a repo are written by the fastest")
+        request = _into_repo(app, source, to, limits, S3Flags(**s3))
+    else:
+        request = CreateRequest(_place(app, to, S3Flags(**s3)), limits, keep_last, transport)
     with app.running() as ctx, ExitStack() as stack:
         latencies = None
         if latency_from is not None:
             latencies = stack.enter_context(closing(_latencies(latency_from, ctx)))
-        shards = stack.enter_context(closing(_source(source, shard_size, ctx)))
-        report = run(shards, request, ctx, latencies=latencies)
+        if isinstance(request, CreateRequest):
+            shards = stack.enter_context(closing(_source(source, shard_size, ctx)))
+            report = run(shards, request, ctx, latencies=latencies)
+        else:
+            from kvctl.checkpoint.into_repo import create_in_repo
+
+            report = create_in_repo(request, ctx, latencies=latencies)
     show_report(app, report)
     late = missed(report)
     if late:
@@ -172,8 +182,9 @@ def _place(app: App, text: str, s3: S3Flags) -> StoreConfig:
     return found.store
 
 
-def _into_repo(app: App, source: str, to: str, max_rate: int | None, s3: S3Flags) -> None:
+def _into_repo(app: App, source: str, to: str, limits: Limits, s3: S3Flags) -> IntoRepo:
     """A slot's generation as the next version of a repo's model."""
+    from kvctl.checkpoint.into_repo import IntoRepo
     from kvctl.core.addresses import RepoModel
     from kvctl.core.errors import UsageError
 
@@ -181,14 +192,8 @@ def _into_repo(app: App, source: str, to: str, max_rate: int | None, s3: S3Flags
     kind, _, slot = source.partition(":")
     if not isinstance(found, RepoModel) or kind != "slot" or not slot:
         raise UsageError("--format repo goes from slot:NAME to REPO:NAME")
-    from kvctl.weights.push import PushRequest, push_weights
-
     stores = app.config.repo(found.repo).stores if found.repo else app.repo(s3)
-    request = PushRequest(f"slot://{slot}", found.name, stores, version=found.version, max_rate=max_rate)
-    with app.running() as ctx:
-        report = push_weights(request, ctx)
-    report.command = "checkpoint create"
-    show_report(app, report)
+    return IntoRepo(slot, found.name, stores, found.version, limits)
 
 
 @click.command("ls", cls=KvCommand)
