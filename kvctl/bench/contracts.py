@@ -38,6 +38,7 @@ FLAGS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
         "conditional_put": ("put if absent", "put if version", "a race of writers has one winner"),
         "conditional_delete": ("delete if version",),
         "strong_list": ("a put is in the next list",),
+        "copy": ("copy inside the store",),
         "uploads": ("unfinished uploads",),
     },
     "transport": {
