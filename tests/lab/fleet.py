@@ -122,9 +122,9 @@ def _write(path: Path, text: str) -> None:
         out.write(text)
 
 
-def write_session(path: Path) -> None:
-    """A bundle of a made-up conversation, SESSION_BYTES of _KV."""
-    rng = random.Random(5)
+def write_session(path: Path, *, seed: int = 5) -> None:
+    """A bundle of a made-up conversation, SESSION_BYTES of _KV. Another seed, other bytes and other tokens."""
+    rng = random.Random(seed)
     size = _TOKENS * _KV.kv_heads * _KV.k_dim * 2
     layers = {
         (0, layer): LayerKv(memoryview(rng.randbytes(size)), memoryview(rng.randbytes(size))) for layer in _KV.layers

@@ -15,13 +15,14 @@ from kvctl.testing.models import LlamaShape, write_llama
 from scripts.rdma_lab.guests import Done, Guests, Job
 from scripts.rdma_lab.places import Lab
 from tests.lab.fixtures import ROOT, Figure
-from tests.lab.fleet import PATIENCE, STALL, STORAGE, Fleet, write_session
+from tests.lab.fleet import NODES, PATIENCE, STALL, STORAGE, Fleet, write_session
 
 SHAPE = LlamaShape(layers=1, hidden=1024, heads=8, kv_heads=8, head_dim=128, inner=2816, vocab=4096)
 # Slow enough that there is a middle, on any machine.
 LOAD = "load-weights lab:m --verify full --max-rate 10MB"
 # For loads that are to end: sooner than a load that is to go on may give up.
 SOON = 8
+NOT_FOUND = 4
 TRANSIENT = 6
 # From the fault to the end of a command that cannot go on: its own deadline, then what a busy machine adds.
 LIMIT = 4 * STALL
@@ -148,9 +149,69 @@ def test_a_link_that_stays_down_ends_the_load_and_not_the_nodes(
     figure("load-weights, link down: seconds to the error", round(time.monotonic() - began, 1))
     _failed_clearly(done)
     fleet.kvctl(f"{LOAD} --into none", guest="other").wait(LIMIT).check()
+    _up(fleet)
+    fleet.kvctl(f"{LOAD} --into none").wait(LIMIT).check()
+
+
+@pytest.fixture
+def downed(fleet: Fleet) -> Iterator[Callable[[Job], float]]:
+    """`downed(job)`: the client's link goes down under a command that is under way; seconds until it ended, with the
+    error of a node that does not answer. Up again after the test, which may bring it `up` itself.
+    """
+
+    def down(job: Job) -> float:
+        fleet.guests["client"].link(up=False)
+        began = time.monotonic()
+        _failed_clearly(job.wait(LIMIT))
+        return round(time.monotonic() - began, 1)
+
+    yield down
+    _up(fleet)
+
+
+def _up(fleet: Fleet) -> None:
     fleet.guests["client"].link(up=True)
     fleet.guests["client"].renew()
-    fleet.kvctl(f"{LOAD} --into none").wait(LIMIT).check()
+
+
+def _nodes_hold_nothing(fleet: Fleet) -> None:
+    """No connection to a client, and all transfer memory free: 64 pieces each."""
+    deadline = time.monotonic() + LIMIT
+    while (found := fleet.metrics())["kvctl_node_rdma_connections"]:
+        assert time.monotonic() < deadline, found
+    assert found["kvctl_node_rdma_pool_free_pieces"] == NODES * 64
+
+
+def test_a_link_that_stays_down_ends_a_pull_and_leaves_no_part_of_a_bundle(
+    fleet: Fleet, downed: Callable[[Job], float], figure: Figure
+) -> None:
+    pull = "kv pull lab:alice/chat --into bundle:/tmp/cut.safetensors"
+    seconds = downed(_under_way(fleet, f"{pull} --max-rate 5MB --stall-timeout {SOON}s", "client"))
+    figure("kv pull, link down: seconds to the error", seconds)
+    fleet.guests["client"].run("! ls /tmp/cut.safetensors*").check()
+    _nodes_hold_nothing(fleet)
+    fleet.report(pull, guest="other")
+    _up(fleet)
+    report = fleet.report(pull)
+    assert [item["name"] for item in report["transport"]] == ["native-rdma"]
+    for guest in ("client", "other"):
+        fleet.guests[guest].run("cmp /lab/chat.safetensors /tmp/cut.safetensors").check()
+
+
+def test_a_link_that_stays_down_ends_a_push_and_the_session_is_not_there_before_it_is_whole(
+    fleet: Fleet, downed: Callable[[Job], float], figure: Figure
+) -> None:
+    write_session(fleet.guests.shared / "bob.safetensors", seed=6)
+    push = "kv push bundle:/lab/bob.safetensors bob/chat -r lab --with-tokens"
+    seconds = downed(_under_way(fleet, f"{push} --max-rate 5MB --stall-timeout {SOON}s", "client"))
+    figure("kv push, link down: seconds to the error", seconds)
+    _nodes_hold_nothing(fleet)
+    assert fleet.kvctl("kv ls bob/chat -r lab", guest="other").wait(PATIENCE).code == NOT_FOUND
+    _up(fleet)
+    report = fleet.report(push)
+    figure("kv push, after the link came back: bytes written", report["written"])
+    fleet.report("kv pull lab:bob/chat --into bundle:/tmp/bob.safetensors", guest="other")
+    fleet.guests["other"].run("cmp /lab/bob.safetensors /tmp/bob.safetensors").check()
 
 
 def test_a_client_host_killed_leaves_nothing_behind(fleet: Fleet, loading: Callable[..., Job], figure: Figure) -> None:
