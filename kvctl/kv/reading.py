@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from array import array
@@ -68,7 +67,7 @@ class StoredSession:
                 raise IntegrityError(f"{found.key} has packs of groups that its namespace lacks", cause=f"{groups}")
         except BaseException:
             if hold is not None:
-                hold.release()
+                hold.let_go()
             raise
         return cls(repo, found, manifest, descriptor, hold, manifest.refs)
 
@@ -77,8 +76,7 @@ class StoredSession:
 
     def __exit__(self, *_: object) -> None:
         if self.hold is not None:
-            with contextlib.suppress(KvctlError):  # on a member that went down, say: a lease ends by itself
-                self.hold.release()
+            self.hold.let_go()
 
     def keep(self) -> None:
         """Renew the lease when a part of its term is over: call it now and then, from any thread; cheap otherwise.

@@ -14,15 +14,24 @@ manifest is still there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from kvctl.core.errors import ConflictError, FormatError, MemberDownError, NotFoundError, TransientError
+from kvctl.core.errors import (
+    ConflictError,
+    FormatError,
+    KvctlError,
+    MemberDownError,
+    NotFoundError,
+    TransientError,
+)
 from kvctl.repo import manifests
 from kvctl.repo.layout import INTENTS, LEASES
 from kvctl.repo.members import RepoMember
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
 
 TTL: Final = 6 * 3600.0
 SCHEMA: Final = "kvctl.hold/1"
+_LET_GO: Final = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +162,19 @@ class Hold:
         if self._parts:
             self.member.store.delete(self._parts)
 
+    def let_go(self) -> None:
+        """Give up the hold, at the end of what it was for: raises nothing, and waits for its member for seconds only.
+        A member that went away says so after its whole timeout, and holds left there end by themselves.
+        """
+
+        def release() -> None:
+            with contextlib.suppress(KvctlError):
+                self.release()
+
+        releasing = threading.Thread(target=release, name="kvctl-let-go", daemon=True)
+        releasing.start()
+        releasing.join(_LET_GO)
+
 
 def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -> tuple[Hold, bytes]:
     """A reader's lease on every chunk of the manifest at `key`, and the manifest. Renew it by `keep`, give it back
@@ -175,7 +198,7 @@ def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -
         # a rebalance that has not seen the lease is in the newest repo.json, so we look where it put the chunks
         repo.refresh()
     except BaseException:
-        hold.release()
+        hold.let_go()
         raise
     return hold, data
 

@@ -10,7 +10,6 @@ and running it again writes only what is missing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Final, Self
 from kvctl.core.errors import (
     ConflictError,
     IntegrityError,
-    KvctlError,
     MemberDownError,
     NotFoundError,
     TransientError,
@@ -301,8 +299,7 @@ class Push:
 
     def _end(self) -> None:
         self._done = True
-        with contextlib.suppress(KvctlError):  # an intent that stays is closed and swept by gc
-            self._hold.release()
+        self._hold.let_go()
 
     def __enter__(self) -> Self:
         return self

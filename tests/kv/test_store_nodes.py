@@ -15,7 +15,7 @@ from kvctl.core.context import Context, RetryPolicy
 from kvctl.kv import reading, sessions
 from kvctl.kv.evict import EvictRequest, evict_sessions
 from kvctl.kv.identity import Group
-from kvctl.kv.names import SessionName
+from kvctl.kv.names import SessionName, parse_session
 from kvctl.kv.pull import PullSession, pull_session
 from kvctl.kv.seams import MemorySink
 from kvctl.repo import metadata
@@ -165,3 +165,16 @@ def test_the_last_use_is_not_waited_for(start: Start, tokens: array[int], ctx: C
         retrying = getattr(home.store, "inner", None)
         assert isinstance(retrying, RetryStore)
         assert retrying.retries == 0
+
+
+def test_a_lease_is_not_waited_for_on_a_node_that_hangs(start: Start, tokens: array[int], ctx: Context) -> None:
+    """It would take the ten minutes that the store is patient for."""
+    nodes = start()
+    prefix, _ = stored(nodes, tokens, ctx)
+    patient = tuple(node.store(prefix, options={"timeout": "600"}) for node in nodes)
+    with Repo.open(patient, ctx) as repo:
+        with reading.StoredSession.open(repo, parse_session("alice/chat"), ctx) as session:
+            assert session.hold is not None
+            holder = nodes[session.hold.member.index]
+            holder.stop()
+        holder.resume()
