@@ -50,6 +50,24 @@ for name, spec in registry.transport_specs().items():
 os._exit(0)
 """
 
+# Bits of ibv_device_attr.device_cap_flags: IBV_DEVICE_MEM_WINDOW, .._TYPE_2A, .._TYPE_2B.
+_WINDOWS: Final = """
+import json, os, sys
+out = os.dup(1)
+os.dup2(2, 1)
+from pyverbs.device import Context
+for name in json.loads(sys.argv[1]):
+    os.write(out, (json.dumps({"try": name}) + "\\n").encode())
+    try:
+        flags = Context(name=name).query_device().device_cap_flags
+        kinds = [kind for bit, kind in ((17, "type 1"), (23, "type 2A"), (24, "type 2B")) if flags >> bit & 1]
+        said = {"name": name, "kinds": kinds, "said": ""}
+    except Exception as error:
+        said = {"name": name, "kinds": [], "said": str(error)}
+    os.write(out, (json.dumps(said) + "\\n").encode())
+os._exit(0)
+"""
+
 
 def loads(libraries: Sequence[str], first: Sequence[str] = (), seconds: float = SECONDS) -> Mapping[str, str]:
     """Library -> '' when the dynamic linker loads it, else its words. One that crashes or hangs is named so, and
@@ -69,6 +87,12 @@ def transports(seconds: float = SECONDS) -> tuple[list[Mapping[str, object]], Ma
     """(what each transport's probe says, transport -> how its probe broke the process)."""
     broke: dict[str, str] = {}
     return list(_lines(_PROBES, [], seconds, broke)), broke
+
+
+def windows(devices: Sequence[str], seconds: float = SECONDS) -> tuple[list[Mapping[str, object]], Mapping[str, str]]:
+    """(the kinds of memory windows of each RDMA device, device -> how asking it broke the process). Needs pyverbs."""
+    broke: dict[str, str] = {}
+    return list(_lines(_WINDOWS, [json.dumps(list(devices))], seconds, broke)), broke
 
 
 def _lines(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Final
 
 from kvctl.core.units import GIB, format_size
+from kvctl.doctor import children
 from kvctl.doctor.children import loads
 from kvctl.doctor.findings import Finding, Machine, Probe, State
 
@@ -25,6 +26,7 @@ def probes(machine: Machine) -> list[Probe]:
         Probe(AREA, "memlock", lambda: [memlock(machine)]),
         Probe(AREA, "libraries", lambda: list(libraries()), 60.0),
         Probe(AREA, "pyverbs", lambda: [pyverbs()]),
+        Probe(AREA, "memory windows", lambda: list(windows(machine.list(_DEVICES))), 60.0),
     ]
 
 
@@ -139,3 +141,23 @@ def pyverbs() -> Finding:
         return Finding(AREA, "pyverbs", "ok", version("pyverbs"))
     except PackageNotFoundError:
         return Finding(AREA, "pyverbs", "ok", "installed")
+
+
+def windows(devices: Sequence[str]) -> Iterator[Finding]:
+    """What each device has of memory windows, for `memory=window` of native-rdma. None is no fault. Nothing where
+    pyverbs is missing, which has a line of its own.
+    """
+    if not devices or find_spec("pyverbs") is None:
+        return
+    found, broke = children.windows(devices)
+    problems = {str(item["name"]): str(item["said"]) for item in found if item["said"]} | dict(broke)
+    kinds = {str(item["name"]): item["kinds"] for item in found}
+    for device in devices:
+        name, there = f"{device} memory windows", kinds.get(device)
+        if device in problems or not isinstance(there, list):
+            why = problems.get(device, "no child process runs here")
+            fix = "`ibv_devinfo -v` says more; the kernel's log too"
+            yield Finding(AREA, name, "degraded", "unknown: the device does not open", why, fix)
+        else:
+            words = ", ".join(there) or "none"
+            yield Finding(AREA, name, "ok", words if "type 1" in there else f"{words}: no memory=window, but memory=op")

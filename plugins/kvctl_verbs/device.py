@@ -24,32 +24,35 @@ EVENT_FILES: Final = threading.Lock()
 
 
 class Memory:
-    """Registered memory [address, address + length). Closed as often as it was asked for."""
+    """Registered memory [address, address + length). Closed as often as it was asked for. `windows`: the other end gets
+    at it through windows only; its own rkey opens nothing.
+    """
 
-    def __init__(self, device: Device, address: int, length: int, *, writable: bool) -> None:
+    def __init__(self, device: Device, address: int, length: int, *, writable: bool, windows: bool) -> None:
         verbs = load()
         self.address = address
         self.length = length
         self.writable = writable
+        self.windows = windows
         self.users = 1
         self._device = device
-        access = verbs["ACCESS_REMOTE_READ"]
+        access = verbs["ACCESS_MW_BIND"] if windows else verbs["ACCESS_REMOTE_READ"]
         if writable:
-            access |= verbs["ACCESS_LOCAL_WRITE"] | verbs["ACCESS_REMOTE_WRITE"]
+            access |= verbs["ACCESS_LOCAL_WRITE"] | (0 if windows else verbs["ACCESS_REMOTE_WRITE"])
             _populate(address, length)
         try:
-            self._mr: Any = verbs.mr.MR(device.pd, length, access, address=address)
+            self.mr: Any = verbs.mr.MR(device.pd, length, access, address=address)
         except Exception as problem:  # pyverbs' errors have no common base in both generations
             raise _refused(device.name, length, problem) from None
-        self.lkey: int = self._mr.lkey
-        self.rkey: int = self._mr.rkey
+        self.lkey: int = self.mr.lkey
+        self.rkey: int = self.mr.rkey
 
     def close(self) -> None:
         """When it returns for the last time, no device reaches the memory any more."""
         self._device.release(self)
 
     def deregister(self) -> None:
-        self._mr.close()
+        self.mr.close()
 
 
 class Device:
@@ -60,7 +63,7 @@ class Device:
         self.name = name
         self.users = 1
         self._lock = threading.Lock()
-        self._memories: dict[tuple[int, int, bool], Memory] = {}
+        self._memories: dict[tuple[int, int, bool, bool], Memory] = {}
         try:
             with EVENT_FILES:
                 self.context: Any = verbs.device.Context(name=name)
@@ -68,15 +71,18 @@ class Device:
         except Exception as problem:
             raise EnvError(f"the RDMA device {name} cannot be opened", cause=str(problem)) from None
 
-    def memory(self, address: int, length: int, *, writable: bool = True) -> Memory:
-        """Memory that the other end may read, and write to if `writable`. Raises CapacityError or EnvError."""
-        key = (address, length, writable)
+    def memory(self, address: int, length: int, *, writable: bool = True, windows: bool = False) -> Memory:
+        """Memory that the other end may read, and write to if `writable`; with `windows`, only where one is bound.
+        Raises CapacityError or EnvError.
+        """
+        key = (address, length, writable, windows)
         with self._lock:
             found = self._memories.get(key)
             if found is not None:
                 found.users += 1
                 return found
-        made = Memory(self, address, length, writable=writable)  # outside the lock: pinning gigabytes takes seconds
+        # outside the lock: pinning gigabytes takes seconds
+        made = Memory(self, address, length, writable=writable, windows=windows)
         with self._lock:
             found = self._memories.setdefault(key, made)
             if found is not made:
@@ -90,7 +96,7 @@ class Device:
             memory.users -= 1
             if memory.users:
                 return
-            del self._memories[memory.address, memory.length, memory.writable]
+            del self._memories[memory.address, memory.length, memory.writable, memory.windows]
         memory.deregister()
 
     def close(self) -> None:

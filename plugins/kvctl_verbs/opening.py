@@ -37,13 +37,13 @@ def open_s3(config: StoreConfig, store: Store, endpoint: str | None, options: Ma
 def parse_settings(talk: Talk, options: Mapping[str, str]) -> Settings:
     """Raises UsageError, and EnvError where no device is usable."""
     threads = number(options, "threads", 8, 1, 256)
-    arenas = choice(options, "memory", ("arena", "op")) == "arena"
+    memory = choice(options, "memory", ("arena", "window", "op"))
     try:
         networks = tuple(ipaddress.ip_network(text) for text in _split(options.get("peers", "")))
     except ValueError as problem:
         raise UsageError(f"peers: {problem}", hint="write networks such as 10.0.0.0/8, comma-separated") from None
     rails = tuple(find_rails(_split(options.get("devices", ""))))
-    return Settings(threads, rails, addresses_of(talk.host), networks, arenas)
+    return Settings(threads, rails, addresses_of(talk.host), networks, memory != "op", memory == "window")
 
 
 def addresses_of(host: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvctl_verbs.device import Device, Memory
 from kvctl_verbs.token import MAX_SIZE
+from kvctl_verbs.windows import Windows
 
 PIECE: Final = 1 << 30  # bytes of one registration: pinning holds the interpreter's lock, so not too much at once
 OVERLAP: Final = 64 << 20  # so that an operation of up to this many bytes lies in one registration
@@ -23,7 +24,8 @@ class Region:
         try:
             for start, length in pieces(nbytes):
                 for device in devices:
-                    self.memories[device.name].append(device.memory(address + start, length))
+                    memory = device.memory(address + start, length, windows=device.name in owner.windows)
+                    self.memories[device.name].append(memory)
         except BaseException:
             self.end()
             raise
@@ -53,9 +55,12 @@ def pieces(nbytes: int, piece: int = PIECE, overlap: int = OVERLAP) -> list[tupl
 
 
 class Regions:
-    """Thread-safe."""
+    """Thread-safe. `windows`, by device, set before the first region is added: what a region lets in is then a window
+    of it, bound for the one operation.
+    """
 
     def __init__(self) -> None:
+        self.windows: dict[str, Windows] = {}
         self._lock = threading.Lock()
         self._regions: list[Region] = []
 
@@ -71,18 +76,22 @@ class Regions:
             self._regions.remove(region)
 
     @contextlib.contextmanager
-    def covering(self, device: Device, address: int, length: int, *, writable: bool) -> Iterator[Memory]:
-        """The registration that has all of the range; where none has, one for this operation alone that lets the other
-        end do no more than it has to.
+    def covering(self, device: Device, address: int, length: int, *, writable: bool) -> Iterator[int]:
+        """The rkey of the registration that has all of the range, or of a window of it; where none has, of one for this
+        operation alone that lets the other end do no more than it has to.
         """
         assert length <= MAX_SIZE
         found = self._find(device.name, address, length)
+        if found is not None and device.name in self.windows:
+            with self.windows[device.name].bound(found, address, length, writable=writable) as rkey:
+                yield rkey
+            return
         if found is not None:
-            yield found
+            yield found.rkey
             return
         memory = device.memory(address, length, writable=writable)
         try:
-            yield memory
+            yield memory.rkey
         finally:
             memory.close()
 
@@ -93,6 +102,12 @@ class Regions:
                     if memory.address <= address and address + length <= memory.address + memory.length:
                         return memory
         return None
+
+    def end_windows(self) -> None:
+        """After all operations have ended: memory with a window cannot be let go, nor a device with queue pairs."""
+        for windows in self.windows.values():
+            windows.close()
+        self.windows.clear()
 
     def close(self) -> None:
         with self._lock:

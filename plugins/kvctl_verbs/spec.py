@@ -8,7 +8,12 @@ from kvctl.transports.registry import Option, TransportSpec
 
 _OPTIONS: Final = (
     Option("threads", "requests in flight per endpoint", "8"),
-    Option("memory", "arena: what a load lands in is registered once; op: each range alone, for its request", "arena"),
+    Option(
+        "memory",
+        "arena: what a load lands in is registered once; window: and each request gets a memory window of it; op: each "
+        "range is registered alone, for its request",
+        "arena",
+    ),
     Option("devices", "RDMA devices or their addresses, comma-separated", "all that are usable"),
     Option("peers", "networks that may connect besides the endpoint's own address, comma-separated", "none"),
 )

@@ -11,8 +11,8 @@ ROOT: Final = "/sys/class/infiniband"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """`state` as the kernel says it (ACTIVE, DOWN, ..), `gid` the first one that is set, empty where none is; `link`:
-    Ethernet or InfiniBand.
+    """`state` as the kernel says it (ACTIVE, DOWN, ..), `gid` the first one that is set, of a wider scope than
+    the link if it has any, empty where none is; `gid_index` its place. `link`: Ethernet or InfiniBand.
     """
 
     device: str
@@ -20,6 +20,7 @@ class Port:
     state: str
     link: str
     gid: str
+    gid_index: int = 0
 
     @property
     def usable(self) -> bool:
@@ -33,16 +34,21 @@ def ports(root: str = ROOT) -> list[Port]:
         for number in _names(f"{root}/{device}/ports"):
             place = f"{root}/{device}/ports/{number}"
             state = _read(f"{place}/state").rpartition(":")[2].strip()
-            found.append(Port(device, _order(number), state, _read(f"{place}/link_layer"), _first_gid(place)))
+            link = _read(f"{place}/link_layer")
+            found.append(Port(device, _order(number), state, link, *_first_gid(place)))
     return found
 
 
-def _first_gid(place: str) -> str:
+def _first_gid(place: str) -> tuple[str, int]:
     # a table has up to a thousand entries, a file each
+    local = ("", 0)
     for name in sorted(_names(f"{place}/gids"), key=_order):
-        if (gid := _read(f"{place}/gids/{name}")).strip("0:"):
-            return gid
-    return ""
+        gid = _read(f"{place}/gids/{name}")
+        if gid.strip("0:") and not gid.startswith("fe80:"):
+            return gid, _order(name)
+        if gid.strip("0:") and not local[0]:
+            local = gid, _order(name)
+    return local
 
 
 def _names(folder: str) -> list[str]:

@@ -28,7 +28,6 @@ from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration
 from kvctl.transports.threaded import AbandonedError, NoRegistration, OpCancelledError, ThreadedTransport
 from kvctl.transports.wire import ClosedError, Connection, ProtocolError, converse
 from kvctl_verbs.answers import check_empty, check_placed
-from kvctl_verbs.device import Memory
 from kvctl_verbs.landing import Landing, Port
 from kvctl_verbs.policy import Network
 from kvctl_verbs.queues import Patience
@@ -36,6 +35,7 @@ from kvctl_verbs.rails import Balance, Rail
 from kvctl_verbs.regions import Region, Regions
 from kvctl_verbs.talk import Talk
 from kvctl_verbs.token import MAX_SIZE, RcToken
+from kvctl_verbs.windows import Windows
 
 _NEVER_BEGUN: Final = frozenset({400, 401, 403, 404, 405, 411, 412, 413, 416, 431, 501})
 _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
@@ -44,7 +44,8 @@ _NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`rails`: devices to use; `peers`: addresses that may connect back, and `networks` of such; `arenas`: register
-    what a load lands in as a whole; `most`: bytes that one token can name.
+    what a load lands in as a whole; `windows`: and let each operation in by a memory window of its own; `most`: bytes
+    that one token can name.
     """
 
     threads: int
@@ -52,6 +53,7 @@ class Settings:
     peers: tuple[str, ...]
     networks: tuple[Network, ...] = ()
     arenas: bool = True
+    windows: bool = False
     most: int = MAX_SIZE
     patience: Patience = field(default_factory=Patience)
 
@@ -120,7 +122,10 @@ class RdmaTransport(ThreadedTransport):
             for rail in settings.rails:
                 landing = Landing(rail.device, rail.ip, settings.peers, settings.networks, settings.patience)
                 self._landings.append(landing)
+                if settings.windows:
+                    self._regions.windows[rail.device] = Windows(landing.device)
         except BaseException:
+            self._regions.end_windows()
             self._end_landings()
             raise
 
@@ -282,21 +287,21 @@ class RdmaTransport(ThreadedTransport):
             return
         address = op.buffer.address + op.buffer_offset
         with contextlib.ExitStack() as held:
-            memory = self._pinned(held, op, landing, address)
-            if memory is not None:
-                yield _Range(address, memory.rkey)
+            rkey = self._pinned(held, op, landing, address)
+            if rkey is not None:
+                yield _Range(address, rkey)
                 return
             bounce = self._bounce(op.length)
             if op.kind == "write":
                 bounce.view[: op.length] = op.view
-            memory = held.enter_context(
-                self._regions.covering(landing.device, bounce.address, op.length, writable=True)
+            rkey = held.enter_context(
+                self._regions.covering(landing.device, bounce.address, op.length, writable=op.kind == "read")
             )
-            yield _Range(bounce.address, memory.rkey, bounce.view[: op.length])
+            yield _Range(bounce.address, rkey, bounce.view[: op.length])
 
-    def _pinned(self, held: contextlib.ExitStack, op: Op, landing: Landing, address: int) -> Memory | None:
-        """The range itself; None for memory that the kernel lets no device write to: pages of files, since Linux 6.5,
-        are gone through with memory of this thread's own, at the cost of a copy.
+    def _pinned(self, held: contextlib.ExitStack, op: Op, landing: Landing, address: int) -> int | None:
+        """The rkey of the range itself; None for memory that the kernel lets no device write to: pages of files, since
+        Linux 6.5, are gone through with memory of this thread's own, at the cost of a copy.
         """
         if self._bounces and op.buffer.kind == "shared":
             return None
@@ -374,6 +379,7 @@ class RdmaTransport(ThreadedTransport):
 
     def close(self) -> None:
         super().close()
+        self._regions.end_windows()
         self._end_landings()
         self._regions.close()
 

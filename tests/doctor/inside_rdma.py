@@ -17,4 +17,5 @@ def test_a_host_with_rdma_is_ok_in_every_line() -> None:
     assert "RoCE v2" in port.value
     assert "MTU 9000" in port.value
     assert found["device nodes"].value == "uverbs0"
+    assert found["rxe0 memory windows"].value == "type 1, type 2B"
     assert {"libibverbs.so.1", "librdmacm.so.1", "pyverbs", "memlock"} <= set(found)

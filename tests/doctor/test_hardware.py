@@ -169,3 +169,27 @@ def test_a_library_that_kills_its_process_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(children, "_LOAD", deadly)
     found = loads(("libc.so.6", "bad", "libm.so.6"))
     assert (found["libc.so.6"], found["bad"], found["libm.so.6"]) == ("", "its process ended with -6", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "value"),
+    [
+        ({"kinds": ["type 1", "type 2B"], "said": ""}, "ok", "type 1, type 2B"),
+        ({"kinds": ["type 2B"], "said": ""}, "ok", "type 2B: no memory=window, but memory=op"),
+        ({"kinds": [], "said": ""}, "ok", "none: no memory=window, but memory=op"),
+        ({"kinds": [], "said": "permission denied"}, "degraded", "unknown: the device does not open"),
+    ],
+)
+def test_memory_windows_have_a_line_and_their_lack_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, object], state: str, value: str
+) -> None:
+    monkeypatch.setattr(rdma, "find_spec", lambda name: name)
+    monkeypatch.setattr(rdma.children, "windows", lambda devices: ([{"name": devices[0], **said}], {}))
+    [found] = rdma.windows(["mlx5_0"])
+    assert (found.name, found.state, found.value) == ("mlx5_0 memory windows", state, value)
+    assert bool(found.fix) is (state != "ok")
+
+
+def test_without_pyverbs_nobody_asks_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "find_spec", lambda name: None)
+    assert list(rdma.windows(["mlx5_0"])) == []

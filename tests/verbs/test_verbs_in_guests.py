@@ -11,7 +11,7 @@ from scripts.rdma_lab.guests import Guests
 pytestmark = pytest.mark.rdma
 
 
-@pytest.mark.parametrize("file", ["inside_strangers.py", "inside_faults.py"])
+@pytest.mark.parametrize("file", ["inside_strangers.py", "inside_faults.py", "inside_windows.py"])
 def test_inside_a_guest(run_inside: Callable[..., str], file: str) -> None:
     run_inside(f"tests/verbs/{file}", 400)
 
