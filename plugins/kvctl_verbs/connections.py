@@ -227,10 +227,12 @@ class Connections:
         connection.close()
 
     def give(self, connection: Connection) -> None:
-        """Back; a broken one is closed: when this returns, nothing moves over it any more."""
+        """Back; a broken one is closed: when this returns, nothing moves over it any more. Whether the client has gone
+        away meanwhile is for who takes it next, and for the sweeper, to find: it is a system call.
+        """
         connection.used += 1
         connection.since = time.monotonic()
-        if connection.broken or not connection.alive():
+        if connection.broken:
             self._lose(connection)
             return
         with self._changed:

@@ -114,11 +114,11 @@ def parse_allow(texts: tuple[str, ...]) -> tuple[Network, ...]:
     return tuple(ipaddress.ip_network(text) for text in texts)
 
 
-def step_of(length: int, piece: int) -> int:
-    """Bytes that move at a time: a request of few pieces is cut into quarters, so that the file is read while the
-    device writes. Pure.
+def step_of(length: int, piece: int, *, alone: bool) -> int:
+    """Bytes that move at a time: a request of few pieces is cut into quarters when no other runs, so that the file is
+    read while the device writes; what others do overlaps with it by itself, and each cut costs system calls. Pure.
     """
-    return min(piece, max(_SMALL, round_up(-(-length // 4))))
+    return min(piece, max(_SMALL, round_up(-(-length // 4)))) if alone else piece
 
 
 class VerbsEngine:
@@ -135,7 +135,7 @@ class VerbsEngine:
         self._pool = Pool(self._options.pool // self._options.piece, self._options.piece)
         self._connections = Connections(self._options.connections, self._devices)
         self._lock = threading.Lock()
-        self._written = self._read = self._failures = self._refused = 0
+        self._written = self._read = self._failures = self._refused = self._running = 0
 
     @property
     def max_in_flight(self) -> int:
@@ -167,11 +167,22 @@ class VerbsEngine:
             )
         if request.length == 0:
             return
+        with self._lock:
+            self._running += 1
+            alone = self._running == 1
+        try:
+            self._move(token, request, move, alone=alone)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _move(self, token: RcToken, request: NodeRequest, move: Callable[[_Work], None], *, alone: bool) -> None:
+        step = step_of(request.length, self._pool.piece, alone=alone)
         fresh = False
         while True:
             with self._connection(token, fresh=fresh) as connection:
                 try:
-                    move(_Work(connection, self._pool, self._options, token, request))
+                    move(_Work(connection, self._pool, self._options, token, request, step))
                     return
                 except _StaleError as problem:
                     # an idle connection whose other end died unnoticed says nothing about the client: once more, anew
@@ -227,8 +238,9 @@ class _Work:
     """
 
     def __init__(
-        self, connection: Connection, pool: Pool, options: Options, token: RcToken, request: NodeRequest
+        self, connection: Connection, pool: Pool, options: Options, token: RcToken, request: NodeRequest, step: int
     ) -> None:
+        """`step`: bytes that move at a time."""
         self._connection = connection
         self._pool = pool
         self._options = options
@@ -238,7 +250,7 @@ class _Work:
         self._flying: deque[tuple[int, int, int]] = deque()  # piece, offset in the range, length; in order
         self._held: set[int] = set()
         self._moved = 0
-        self._step = step_of(request.length, pool.piece)
+        self._step = step
 
     def write_out(self, fd: int, start: int) -> None:
         length, depth = self._request.length, self._options.connections.depth

@@ -11,7 +11,7 @@ from typing import ClassVar, cast
 
 import pytest
 
-from kvctl.doctor import gpu, nixl, rdma
+from kvctl.doctor import children, gpu, nixl, rdma
 from kvctl.doctor.children import loads
 from tests.doctor.conftest import Build
 
@@ -184,7 +184,7 @@ def test_memory_windows_have_a_line_and_their_lack_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, said: dict[str, object], state: str, value: str
 ) -> None:
     monkeypatch.setattr(rdma, "find_spec", lambda name: name)
-    monkeypatch.setattr(rdma.children, "windows", lambda devices: ([{"name": devices[0], **said}], {}))
+    monkeypatch.setattr(children, "windows", lambda devices: ([{"name": devices[0], **said}], {}))
     [found] = rdma.windows(["mlx5_0"])
     assert (found.name, found.state, found.value) == ("mlx5_0 memory windows", state, value)
     assert bool(found.fix) is (state != "ok")

@@ -163,6 +163,7 @@ def device(root: Path, name: str, state: str, *gids: str) -> None:
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GID = "0000:0000:0000:0000:0000:ffff:0a09:0001"
+LINK = "fe80:0000:0000:0000:5054:00ff:fe00:0001"
 
 
 def test_the_probe_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
@@ -178,6 +179,9 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> Non
     device(tmp_path, "rxe2", "ACTIVE", EMPTY, GID)
     assert [port.usable for port in sysfs.ports(str(tmp_path))] == [False, False, True]
     assert sysfs.ports(str(tmp_path))[2].gid == GID
+    device(tmp_path, "rxe3", "ACTIVE", EMPTY, LINK, GID)
+    device(tmp_path, "rxe4", "ACTIVE", EMPTY, LINK)
+    assert [(port.gid, port.gid_index) for port in sysfs.ports(str(tmp_path))[3:]] == [(GID, 2), (LINK, 1)]
     found = probe(str(tmp_path), nodes)
     assert "rdma_cm is missing" in found.reason
     assert "rdma_ucm" in found.hint
@@ -308,9 +312,10 @@ def test_who_waits_for_transfer_memory_is_served_before_who_has_some_already() -
     ("length", "step"),
     [(1, 1 << 16), (1 << 16, 1 << 16), (1 << 20, 1 << 18), ((1 << 20) + 1, (1 << 18) + 4096), (1 << 30, 1 << 20)],
 )
-def test_requests_of_few_pieces_are_cut_finer(length: int, step: int) -> None:
-    assert step_of(length, 1 << 20) == step
-    assert step_of(length, 4096) == 4096
+def test_requests_of_few_pieces_are_cut_finer_where_no_other_overlaps_with_them(length: int, step: int) -> None:
+    assert step_of(length, 1 << 20, alone=True) == step
+    assert step_of(length, 4096, alone=True) == 4096
+    assert step_of(length, 1 << 20, alone=False) == 1 << 20
 
 
 def test_options_of_the_engine() -> None:
