@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State
+from kvctl.agent.kv_requests import KvRequests
 from kvctl.agent.memory import seal
 from kvctl.core.errors import ConflictError, UsageError
 
@@ -26,6 +27,7 @@ class Session:
     def __init__(self, agent: Agent, holder: Holder) -> None:
         self._agent = agent
         self._holder = holder
+        self._kv = KvRequests(agent.kv, holder.ident)
         self._made: dict[str, Generation] = {}
         self._leases: dict[str, Generation] = {}
         self._ops: dict[str, Callable[[Document], Answer]] = {
@@ -39,6 +41,7 @@ class Session:
             "release": self._release,
             "unload": self._unload,
             "rollback": self._rollback,
+            **self._kv.ops,
         }
 
     def answer(self, document: Document) -> Answer:
@@ -52,6 +55,7 @@ class Session:
 
     def close(self) -> None:
         self._agent.slots.release(self._holder)
+        self._kv.close()
 
     def _hello(self, document: Document) -> Answer:
         self._holder = Holder(self._holder.ident, self._holder.pid, str(document.get("label", ""))[:64])
@@ -72,6 +76,7 @@ class Session:
             "budget_bytes": slots.budget,
             "used_bytes": slots.used_bytes,
             "slots": found,
+            "kv": None if self._agent.kv is None or name is not None else self._agent.kv.describe(),
         }, ()
 
     def _reserve(self, document: Document) -> Answer:

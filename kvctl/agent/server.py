@@ -17,18 +17,20 @@ import stat
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Final
 
 from kvctl.agent import wire
 from kvctl.agent.generations import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile
+from kvctl.agent.kv_cache import KvCache
 from kvctl.agent.memory import make_memfd
 from kvctl.agent.publishing import Publisher, open_source
 from kvctl.agent.requests import Session
 from kvctl.agent.settings import AgentSettings
 from kvctl.agent.slots import Slots
-from kvctl.core.errors import AuthError, EnvError, KvctlError
+from kvctl.core.errors import AuthError, EnvError, KvctlError, UsageError
+from kvctl.core.units import format_size
 from kvctl.memory.budget import memory_available
 
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -51,18 +53,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Slots that were still there, and the clients that had them mapped: those keep their memory."""
+    """Slots that were still there, and the clients that had them mapped: those keep their memory. `kv_lost`: sessions
+    in memory that the shared repo never got.
+    """
 
     slots: int
     holders: int
+    kv_lost: int = 0
 
 
 class Agent:
-    """The state behind the socket. Thread-safe."""
+    """The state behind the socket. Thread-safe. KV in memory is taken out of what slots may take."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, kv: KvCache | None = None) -> None:
         self.settings = settings
-        self.slots = Slots(settings.memory, _free, available=memory_available, linger=settings.linger)
+        self.kv = kv
+        memory = settings.memory - (settings.kv.memory if settings.kv is not None else 0)
+        self.slots = Slots(memory, _free, available=memory_available, linger=settings.linger)
         self.peers_url = ""
         self.ident = secrets.token_hex(8)
         self.publisher: Publisher | None = None
@@ -94,7 +101,7 @@ class Agent:
     def ready(self) -> Ready:
         settings = self.settings
         url = self.publisher.url if self.publisher is not None else ""
-        return Ready(settings.socket, settings.memory, self.peers_url, url, os.getpid())
+        return Ready(settings.socket, self.slots.budget, self.peers_url, url, os.getpid())
 
     def changed(self) -> None:
         """Another generation may serve now."""
@@ -228,7 +235,31 @@ def run_agent(
     cannot start.
     """
     _raise_descriptors()
-    agent = Agent(settings)
+    if settings.kv is None:
+        return _serve(Agent(settings), ready, note, trace)
+    if settings.kv.memory > settings.memory:
+        raise UsageError(
+            f"{format_size(settings.kv.memory)} of KV are more than the agent's memory",
+            cause=f"it has {format_size(settings.memory)}, for slots and KV together",
+            hint="raise --memory, or ask for less --kv-memory",
+        )
+    kv = KvCache(settings.kv, note)
+    kv.start()
+    lost = 0
+    try:
+        ended = _serve(Agent(settings, kv), ready, note, trace)
+    finally:
+        lost = kv.close()
+    return replace(ended, kv_lost=lost)
+
+
+def _serve(
+    agent: Agent,
+    ready: Callable[[Ready], None],
+    note: Callable[[str], None],
+    trace: Callable[[str], None] | None,
+) -> Ended:
+    settings = agent.settings
     if settings.one_sided is not None:
         asked = settings.one_sided
         source = open_source(asked.transport, asked.listen, asked.key_file)

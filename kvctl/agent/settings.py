@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvctl.core.addresses import StoreConfig
 from kvctl.node.settings import NodeSettings
 
 SOCKET_VARIABLE: Final = "KVCTL_AGENT_SOCKET"
@@ -25,9 +26,23 @@ class OneSided:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSettings:
+    """The agent's KV cache ahead of the repo `shared`. `memory`: bytes of it in host memory (0: none), out of the
+    agent's own. `local`: a folder for the tier behind that, of `local_bytes` at most. `key`: master secret of the
+    repo's KV.
+    """
+
+    shared: tuple[StoreConfig, ...]
+    memory: int = 0
+    local: str | None = None
+    local_bytes: int = 0
+    key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """`memory`: bytes that all slots may take together. `peers`: how other hosts read the slots over the storage node's
-    protocol, `one_sided`: how they do by RDMA or the like; None: not at all.
+    """`memory`: bytes that all slots, and KV in memory, may take together. `peers`: how other hosts read the slots over
+    the storage node's protocol, `one_sided`: how they do by RDMA or the like; None: not at all.
     """
 
     socket: str
@@ -35,6 +50,7 @@ class AgentSettings:
     peers: NodeSettings | None = None
     one_sided: OneSided | None = None
     linger: float = field(default=5.0)
+    kv: KvSettings | None = None
 
 
 def default_socket(environ: Mapping[str, str] | None = None) -> str:

@@ -96,6 +96,7 @@ TREE: Final = (
                     Leaf("evict", "Remove sessions; gc frees their space later.", f"{_COMMANDS}.kv_manage:evict"),
                     Leaf("rm", "The same as evict.", f"{_COMMANDS}.kv_manage:evict"),
                     Leaf("advise", "Say whether restoring beats computing.", f"{_COMMANDS}.kv_advise:command"),
+                    Leaf("tiers", "Show the agent's KV tiers and their hit rates.", f"{_COMMANDS}.agent:tiers"),
                     Leaf("export", "Write sessions as KV bundles into a folder.", f"{_COMMANDS}.kv:export"),
                     Leaf("import", "Push every KV bundle of a folder.", f"{_COMMANDS}.kv:import_"),
                 ),

@@ -88,7 +88,7 @@ def copy_session(request: CopySession, ctx: Context) -> Report:
         keys = _new_keys(request, session, old, new)
         adopt_key(target, request.target_key, name.tenant)
         with Push.begin(target, f"kv cp {name}", ctx) as push:
-            copying = _Copying(request, session, target, push, name, new, keys, report, ctx)
+            copying = Copying(request, session, target, push, name, new, keys, report, ctx)
             try:
                 copying.run(watch)
             except InterruptedRunError as stop:
@@ -143,7 +143,9 @@ def _new_keys(request: CopySession, session: StoredSession, old: bytes, new: byt
     return _Keys(blocks, tokens)
 
 
-class _Copying:
+class Copying:
+    """A copy under way; a context for its lanes and memory, given back by `close`."""
+
     def __init__(
         self,
         request: CopySession,
@@ -193,7 +195,7 @@ class _Copying:
             made = self._copy_all([] if manifest.tokens_chunk is None else [refs[manifest.tokens_chunk]])
         tokens_ref = made[refs[manifest.tokens_chunk].digest] if manifest.tokens_chunk is not None else None
         write_descriptor(self.target, session.descriptor)
-        nodes = self._nodes(new_uses)
+        nodes = self.nodes(new_uses)
         write_nodes(self.target, manifest.ns, nodes, self._whole)
         hmac_of = bytes.fromhex(manifest.token_hmac)
         if self.keys is not None:
@@ -338,7 +340,7 @@ class _Copying:
             self.ctx.progress.end()
         return made
 
-    def _nodes(self, uses: Sequence[PackUse]) -> list[Node]:
+    def nodes(self, uses: Sequence[PackUse]) -> list[Node]:
         """The index nodes at the target: the source's, naming the target's packs; made anew with new keys."""
         session, manifest = self.session, self.session.manifest
         if self.keys is not None:

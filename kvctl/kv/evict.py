@@ -5,9 +5,9 @@ by gc. Leased generations are skipped and said, pinned ones are kept.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from kvctl.core.addresses import StoreConfig
@@ -28,7 +28,9 @@ SCHEMA: Final = "kvctl.kv-evicted/1"
 @dataclass(frozen=True, slots=True)
 class EvictRequest:
     """`patterns`: TENANT/NAME[@GENERATION], globs. `max_bytes`: evict the least recently used of what is chosen until
-    all that is chosen takes no more. `limit_bytes`: free no more than this in one run.
+    all that is chosen takes no more. `limit_bytes`: free no more than this in one run. `spare`: generations
+    (TENANT/NAME@GENERATION) that are kept as if they were pinned. `used`: when chunks were used, by name, where the
+    caller knows of later uses than the repo.
     """
 
     repo: tuple[StoreConfig, ...]
@@ -38,6 +40,8 @@ class EvictRequest:
     limit_bytes: int | None = None
     allow_empty: bool = False
     dry_run: bool = False
+    spare: Collection[str] = ()
+    used: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,13 @@ def evict_sessions(
 def make_plan(request: EvictRequest, repo: Repo, catalog: Catalog) -> Eviction:
     chosen = catalog.select(repo, request.patterns, request.filter, allow_empty=request.allow_empty)
     leases = [hold for hold in read_holds(repo, LEASES) if hold.open and not hold.over()]
-    pinned = [entry for entry in chosen if entry.pinned]
-    leased = [entry for entry in chosen if not entry.pinned and is_leased(entry, leases)]
-    free = [entry for entry in chosen if entry not in pinned and entry not in leased]
+    pinned = [entry for entry in chosen if entry.pinned or str(entry.found) in request.spare]
+    kept = {entry.found.key for entry in pinned}
+    leased = [entry for entry in chosen if entry.found.key not in kept and is_leased(entry, leases)]
+    kept |= {entry.found.key for entry in leased}
+    free = [entry for entry in chosen if entry.found.key not in kept]
     if request.max_bytes is not None:
-        free = _over_budget(free, chosen, catalog, request.max_bytes)
+        free = _over_budget(free, chosen, request.max_bytes, request.used)
         pinned, leased = (pinned, leased) if free else ([], [])
     evict: list[Entry] = []
     limited = False
@@ -159,13 +165,19 @@ def freed_by(evict: Sequence[Entry], catalog: Catalog) -> tuple[int, int]:
     return freed, repack
 
 
-def _over_budget(free: Sequence[Entry], chosen: Sequence[Entry], catalog: Catalog, budget: int) -> list[Entry]:
+def _over_budget(
+    free: Sequence[Entry], chosen: Sequence[Entry], budget: int, used: Mapping[str, datetime]
+) -> list[Entry]:
     """The least recently used of `free` that must go so that `chosen` takes no more than `budget` bytes."""
     owners: Counter[str] = Counter(name for entry in chosen for name in entry.chunks)
     sizes = {name: size for entry in chosen for name, size in entry.chunks.items()}
     total = sum(sizes.values())
     evict: list[Entry] = []
-    for entry in sorted(free, key=lambda item: (item.used, _suffix_first(item))):
+
+    def order(entry: Entry) -> tuple[datetime, tuple[str, int, int]]:
+        return max((entry.used, *(used[name] for name in entry.chunks if name in used))), _suffix_first(entry)
+
+    for entry in sorted(free, key=order):
         if total <= budget:
             break
         evict.append(entry)

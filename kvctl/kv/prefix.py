@@ -147,7 +147,7 @@ def pull_prefix(
     """
     watch = Stopwatch()
     report = Report("kv pull", target="engine")
-    with _open(repo, want, found, start, ctx) as session:
+    with open_prefix(repo, want, found, ctx, start=start) as session:
         report.source = f"{found.session or 'the index'} in repo {repo.id[:8]}"
         pulling = _PrefixPull(want, session, sink, ctx, report, start, rank, early=early, batch=batch)
         try:
@@ -161,7 +161,10 @@ def pull_prefix(
     return report, tokens
 
 
-def _open(repo: Repo, want: Want, found: Prefix, start: int, ctx: Context) -> StoredSession:
+def open_prefix(repo: Repo, want: Want, found: Prefix, ctx: Context, *, start: int = 0) -> StoredSession:
+    """What was found, as a session; of packs that the index names (from token `start` on) one without a lease. Raises
+    what opening a session raises.
+    """
     if found.session:
         return StoredSession.open(repo, parse_session(found.session), ctx)
     descriptor = want.descriptor

@@ -29,6 +29,7 @@ from kvctl_vllm.loader import tensor_rank
 from kvctl_vllm.messages import News, Orders
 from kvctl_vllm.scheduling import SchedulerSide
 from kvctl_vllm.settings import Settings
+from kvctl_vllm.tiers import Tiers
 from kvctl_vllm.working import WorkerSide
 
 log = logging.getLogger("vllm.kvctl")
@@ -48,7 +49,7 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         config = places.config(settings.config)
         key = places.repo_key(config, settings.repo, settings.kv_key_file)
-        depot = Depot(places.repo_stores(config, settings.repo), settings.rest)
+        tiers = Tiers(Depot(places.repo_stores(config, settings.repo), settings.rest), settings.socket, settings.rest)
         identity = identify(vllm_config)
         groups = kv_cache_config.kv_cache_groups
         self._scheduler: SchedulerSide | None = None
@@ -57,12 +58,12 @@ class KvctlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
             block = vllm_config.cache_config.block_size
-            self._scheduler = SchedulerSide(settings, identity, depot, key, block, windows)
+            self._scheduler = SchedulerSide(settings, identity, tiers, key, block, windows)
         else:
             names = [list(group.layer_names) for group in groups]
             folder = str(vllm_config.model_config.model)
             self._worker = WorkerSide(
-                settings, identity, depot, key, names, folder, tensor_rank(), str(transfer.engine_id)
+                settings, identity, tiers, key, names, folder, tensor_rank(), str(transfer.engine_id)
             )
             WORKERS.append(self._worker)
 

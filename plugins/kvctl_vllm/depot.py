@@ -23,9 +23,12 @@ PATIENCE: Final = RetryPolicy(base=0.05, cap=1.0, attempts=3, stall_timeout=15.0
 
 
 class Depot:
-    """`rest`: seconds after a failure during which nothing is tried; twice as many after each further one."""
+    """`rest`: seconds after a failure during which nothing is tried; twice as many after each further one. `name`: what
+    the log calls it.
+    """
 
-    def __init__(self, stores: Sequence[StoreConfig], rest: float) -> None:
+    def __init__(self, stores: Sequence[StoreConfig], rest: float, name: str = "the KV store") -> None:
+        self._name = name
         self.stores = tuple(stores)
         self.ctx = Context(retry=PATIENCE)
         self._rest = rest
@@ -67,7 +70,8 @@ class Depot:
             first = self._failures == 1
         if first:
             log.warning(
-                "kvctl: the KV store does not answer (%s: %s); requests compute what they cannot load until it does",
+                "kvctl: %s does not answer (%s: %s); requests compute what they cannot load until it does",
+                self._name,
                 doing,
                 error,
             )
@@ -76,7 +80,7 @@ class Depot:
         with self._lock:
             back, self._failures, self._until = self._failures > 0, 0, 0.0
         if back:
-            log.warning("kvctl: the KV store answers again")
+            log.warning("kvctl: %s answers again", self._name)
 
     def _repo(self) -> Repo:
         opened: tuple[float, Repo] | None = getattr(self._local, "opened", None)

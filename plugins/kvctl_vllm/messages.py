@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvctl.kv.prefix import Prefix, Want
+from kvctl_vllm.tiers import Looked
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens [start, end) of a request into its blocks (`blocks`: per cache group of the engine, in order). `waits`:
-    the request runs in this very step, and waits at each layer.
+    """Tokens [start, end) of a request, found in `tier`, into its blocks (`blocks`: per cache group of the engine, in
+    order). `waits`: the request runs in this very step, and waits at each layer.
     """
 
     request: str
     want: Want
     found: Prefix
+    tier: str
     start: int
     end: int
     blocks: tuple[tuple[int, ...], ...]
@@ -40,8 +42,11 @@ class Store:
 
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    """`looked`: lookups since the last orders, to be counted."""
+
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    looked: list[Looked] = field(default_factory=list)
 
 
 @dataclass

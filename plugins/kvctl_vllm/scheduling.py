@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvctl.core.errors import KvctlError
-from kvctl.kv.prefix import Prefix, Want, find_prefix
-from kvctl.repo.repo import Repo
-from kvctl_vllm.depot import Depot
+from kvctl.kv.prefix import Prefix, Want
 from kvctl_vllm.identity import Identity
 from kvctl_vllm.messages import Load, News, Orders, Store
 from kvctl_vllm.settings import PARAMS, Ask, Settings
+from kvctl_vllm.tiers import SHARED, Found, Tiers
 
 log = logging.getLogger("vllm.kvctl")
 LOOKERS: Final = 2
@@ -33,10 +32,11 @@ class _Asked:
 
     ask: Ask
     deadline: float
-    future: Future[tuple[Want | None, Prefix | None]] | None = None
+    future: Future[tuple[Want | None, Found]] | None = None
     generation: int = -1
     want: Want | None = None
     found: Prefix | None = None
+    tier: str = SHARED
     start: int = 0
     ordered: int = -1
 
@@ -46,14 +46,14 @@ class SchedulerSide:
         self,
         settings: Settings,
         identity: Identity,
-        depot: Depot,
+        tiers: Tiers,
         key: bytes | None,
         block: int,
         windows: Sequence[int | None],
     ) -> None:
         self._settings = settings
         self._identity = identity
-        self._depot = depot
+        self._tiers = tiers
         self._key = key
         self._block = block
         self._windows = tuple(windows)
@@ -73,7 +73,7 @@ class SchedulerSide:
             asked = self._ask(request)
             if asked is None:
                 return 0, False
-        if self._depot.resting or asked.ordered >= request.num_preemptions:
+        if self._tiers.resting or asked.ordered >= request.num_preemptions:
             return 0, False
         if self._news.generation < 0 and (asked.ask.pull or asked.ask.push) and time.monotonic() < asked.deadline:
             return None, False  # an empty step brings the worker's news; what ends before them could not be stored
@@ -91,9 +91,12 @@ class SchedulerSide:
             if time.monotonic() < asked.deadline:
                 return None, False
             if asked.future is not None:
-                self._depot.failed("looking up a prefix", TimeoutError(f"no answer in {self._settings.lookup:g} s"))
+                self._tiers.shared.depot.failed(
+                    "looking up a prefix", TimeoutError(f"no answer in {self._settings.lookup:g} s")
+                )
             return 0, False
-        asked.want, asked.found = asked.future.result()
+        asked.want, found = asked.future.result()
+        asked.found, asked.tier = found.prefix, found.tier
         asked.start = computed
         tokens = 0 if asked.found is None else asked.found.tokens - computed
         if tokens < self._settings.min_tokens:
@@ -129,7 +132,7 @@ class SchedulerSide:
         )
         return Want(descriptor, array("I", tokens), ask.tenant, self._key)
 
-    def _look(self, request: Request, ask: Ask, digest: str, computed: int) -> tuple[Want | None, Prefix | None]:
+    def _look(self, request: Request, ask: Ask, digest: str, computed: int) -> tuple[Want | None, Found]:
         """In a thread. Raises nothing: what goes wrong is logged, and the request computes."""
         # The last token is always computed: its logits are what the request is for. What is loaded beside the steps may
         # reach over it, but not where a window would have to begin one token earlier for that.
@@ -139,12 +142,9 @@ class SchedulerSide:
             want = self._want(request, ask, digest, prompt if over else prompt[:-1])
         except Exception as error:
             log.warning("kvctl: request %s: %s", request.request_id, error)
-            return None, None
-
-        def find(repo: Repo) -> Prefix:
-            return find_prefix(repo, want, self._depot.ctx, session=ask.session, above=computed)
-
-        return want, self._depot.use(f"looking up a prefix of {len(want.tokens)} tokens", find)
+            return None, Found()
+        ctx, least = self._tiers.shared.depot.ctx, self._settings.min_tokens
+        return want, self._tiers.find(want, ctx, session=ask.session, above=computed, least=least)
 
     def allocated(self, request: Request, blocks: Any, tokens: int) -> None:  # Any: KVCacheBlocks
         asked = self._asked.get(request.request_id)
@@ -154,17 +154,18 @@ class SchedulerSide:
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
         self._orders.loads.append(
             Load(
-                request.request_id, asked.want, asked.found, asked.start, asked.start + tokens, ids,
+                request.request_id, asked.want, asked.found, asked.tier, asked.start, asked.start + tokens, ids,
                 waits=not self._beside,
             )
         )  # fmt: skip
         log.info(
-            "kvctl: request %s: %d of %d prompt tokens are loaded, %d were here (%s)",
-            request.request_id, tokens, request.num_prompt_tokens, asked.start, asked.found.reason,
+            "kvctl: request %s: %d of %d prompt tokens are loaded from %s, %d were here (%s)",
+            request.request_id, tokens, request.num_prompt_tokens, asked.tier, asked.start, asked.found.reason,
         )  # fmt: skip
 
     def orders(self) -> Orders:
         found, self._orders = self._orders, Orders()
+        found.looked.extend(self._tiers.taken())
         return found
 
     # -- requests that end -----------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class SchedulerSide:
         if request.request_id in self._mixed:
             self._mixed.discard(request.request_id)
             return False, told
-        if asked is None or not asked.ask.push or self._news.digest is None or self._depot.resting:
+        if asked is None or not asked.ask.push or self._news.digest is None or self._tiers.resting:
             return False, told
         if request.status.name not in {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}:
             return False, told
@@ -238,3 +239,4 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._tiers.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from kvctl.agent.settings import default_socket
 from kvctl.core.errors import UsageError
 from kvctl.core.units import parse_size
 from kvctl.kv.names import parse_session
@@ -22,7 +23,8 @@ class Settings:
     requests, or layer by layer while its own request waits at each layer. `min_tokens`: fewer are computed. `lookup`:
     seconds after which a request computes rather than wait for an answer. `staging`: bytes of host memory for KV on its
     way, per direction: a session with more is not pushed. `rest`: seconds that a store which did not answer is left
-    alone. `weights`: the model digest, where the engine's own loader read them and no folder tells.
+    alone. `agent`: true or a socket: this host's agent, whose KV tiers are ahead of the repo. `weights`: the model
+    digest, where the engine's own loader read them and no folder tells.
     """
 
     repo: str | None = None
@@ -39,8 +41,16 @@ class Settings:
     codec: str = "none"
     with_tokens: bool = False
     expires: float | None = None
+    agent: str | bool = False
     weights: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def socket(self) -> str | None:
+        """Of the agent; None without one."""
+        if isinstance(self.agent, str):
+            return self.agent or None
+        return default_socket() if self.agent else None
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:  # Any: JSON
@@ -55,6 +65,8 @@ class Settings:
         if isinstance(values.get("staging"), str):
             values["staging"] = parse_size(values["staging"])
         found = cls(**values)
+        if not isinstance(found.agent, str | bool):
+            raise UsageError(f"agent {found.agent!r} is neither true nor a socket's path")
         if found.push not in PUSH:
             raise UsageError(f"push {found.push!r} is none of {', '.join(PUSH)}")
         if found.mode not in MODES:

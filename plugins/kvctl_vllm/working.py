@@ -17,25 +17,25 @@ from typing import Any, Final
 
 import torch
 
-from kvctl.core.context import Context
 from kvctl.core.errors import IncompatibleError, KvctlError
 from kvctl.core.units import format_size
 from kvctl.kv.fetching import choose_heads
 from kvctl.kv.identity import DTYPE_BYTES, Descriptor, Group
-from kvctl.kv.prefix import pull_prefix
-from kvctl.kv.push import PushSession, push_session
+from kvctl.kv.promoting import prefix_name
+from kvctl.kv.push import PushSession
 from kvctl.kv.seams import LayerKv, Layout, MemorySource, Slot
-from kvctl.kv.tokens import domain_secret, token_hmac
+from kvctl.kv.tokens import domain_secret
 from kvctl.kv.verdict import window_start
 from kvctl.memory.buffers import HostBuffer
-from kvctl.repo.repo import Repo
-from kvctl_vllm.depot import PATIENCE, Depot
+from kvctl_vllm.counts import Counts
+from kvctl_vllm.filling import Filled, Wanted, fill
 from kvctl_vllm.held import held, learn_digest
 from kvctl_vllm.identity import DTYPES, Identity, digest_folder
 from kvctl_vllm.messages import Load, News, Orders, Store
 from kvctl_vllm.paging import Pages, pages_of, slots_of
 from kvctl_vllm.ranks import Exchange
 from kvctl_vllm.settings import Settings
+from kvctl_vllm.tiers import Tiers
 
 log = logging.getLogger("vllm.kvctl")
 LOADERS: Final = 2
@@ -53,30 +53,12 @@ class _Loading:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(slots=True)
-class Counts:
-    """Since the engine started. `fetched` and `needed` in bytes; tokens that were wanted and came, and that did not."""
-
-    loads: int = 0
-    tokens: int = 0
-    lost: int = 0
-    needed: int = 0
-    fetched: int = 0
-    stores: int = 0
-    stored_tokens: int = 0
-    written: int = 0
-    dropped: int = 0
-
-    def to_json(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-
 class WorkerSide:
     def __init__(
         self,
         settings: Settings,
         identity: Identity,
-        depot: Depot,
+        tiers: Tiers,
         key: bytes | None,
         groups: Sequence[Sequence[str]],
         folder: str,
@@ -86,7 +68,7 @@ class WorkerSide:
         self._exchange = Exchange(engine, rank[0])
         self._settings = settings
         self._identity = identity
-        self._depot = depot
+        self._tiers = tiers
         self._key = key
         self._several = len(groups) > 1
         self._rank = rank
@@ -151,6 +133,8 @@ class WorkerSide:
     # -- orders of a step ------------------------------------------------------------------------------------
 
     def start(self, orders: Orders) -> None:
+        with self._lock:
+            self.counts.looked(orders.looked)
         for load in orders.loads:
             layers = {layer: threading.Event() for _, layer in self._pages}
             going = self._going[load.request] = _Loading(load, layers)
@@ -188,31 +172,19 @@ class WorkerSide:
 
     def _load(self, going: _Loading) -> None:
         load = going.load
-        sink = _EngineSink(self, going)
         started = time.monotonic()
-
-        def pull(repo: Repo) -> int:
-            report, tokens = pull_prefix(
-                repo, load.want, load.found, sink, self._depot.ctx,
-                start=load.start, rank=self._rank, early=load.waits, batch=self._settings.staging // LOADERS,
-            )  # fmt: skip
-            with self._lock:
-                self.counts.needed += report.needed
-                self.counts.fetched += report.fetched
-            for note in report.notes:
-                log.warning("kvctl: request %s: %s", load.request, note)
-            return tokens
-
+        wanted = Wanted(load.want, load.found, load.tier, load.start, load.end, self._several, load.waits)
         try:
-            usable = self._depot.use(f"loading {load.end - load.start} tokens of KV", pull) or 0
-            usable = min(max(usable, load.start), load.end)
-            with self._lock:
-                self.counts.loads += 1
-                self.counts.tokens += usable - load.start
-                self.counts.lost += load.end - usable
+            done = fill(
+                self._tiers, wanted, lambda: _EngineSink(self, going), self._tiers.shared.depot.ctx,
+                rank=self._rank, batch=self._settings.staging // LOADERS,
+            )  # fmt: skip
+            self._count(load, done)
+            usable = done.usable
             log.info(
-                "kvctl: request %s: %d of %d tokens loaded in %.3f s", load.request, usable - load.start,
+                "kvctl: request %s: %d of %d tokens loaded in %.3f s (%s)", load.request, usable - load.start,
                 load.end - load.start, time.monotonic() - started,
+                ", ".join(f"{tokens} from {tier}" for tier, tokens, _ in done.parts),
             )  # fmt: skip
             self._loaded(load, usable)
         except Exception:
@@ -222,6 +194,20 @@ class WorkerSide:
             for event in going.layers.values():
                 event.set()
             going.done.set()
+
+    def _count(self, load: Load, done: Filled) -> None:
+        with self._lock:
+            self.counts.loads += 1
+            self.counts.tokens += done.usable - load.start
+            self.counts.lost += load.end - done.usable
+            for name, tokens, report in done.parts:
+                self.counts.needed += report.needed
+                self.counts.fetched += report.fetched
+                self.counts.tier(name).tokens += tokens
+                self.counts.tier(name).bytes += report.fetched
+        for _, _, report in done.parts:
+            for note in report.notes:
+                log.warning("kvctl: request %s: %s", load.request, note)
 
     def _loaded(self, load: Load, usable: int) -> None:
         """Tell the engine which blocks hold what they should. In several cache groups block numbers are not unique, so
@@ -286,11 +272,11 @@ class WorkerSide:
             for number in range(len(want.descriptor.groups))
         ]
         size = self._size(want.descriptor, starts, len(want.tokens))
-        if size > self._settings.staging or self._depot.resting or store.generation != held().generation:
+        if size > self._settings.staging or self._tiers.resting or store.generation != held().generation:
             self.counts.dropped += 1
             why = (
                 f"its {format_size(size)} are more than staging allows" if size > self._settings.staging
-                else "the store does not answer" if self._depot.resting
+                else "the store does not answer" if self._tiers.resting
                 else "the weights have changed"
             )  # fmt: skip
             log.warning("kvctl: request %s is not stored: %s", store.request, why)
@@ -302,14 +288,14 @@ class WorkerSide:
             if self._rank[0]:
                 self._exchange.give(store.request, [_bytes(part) for part in memory])
             elif self._rank[1] == 1 or self._collect(store, starts, memory):
-                self._push(store, layers)
+                self._push(store, layers, size)
         finally:
             del layers, memory
 
     @property
     def resting(self) -> bool:
-        """Whether the store is left alone at the moment, as it did not answer."""
-        return self._depot.resting
+        """Whether nothing is asked at the moment: the store did not answer, and no agent has KV ahead of it."""
+        return self._tiers.resting
 
     def outcome(self, request: str) -> dict[str, Any]:  # Any: JSON
         """What became of storing the request whose id contains this: {} while it is under way or unknown."""
@@ -327,23 +313,23 @@ class WorkerSide:
             while len(self._outcomes) > RECENT:
                 del self._outcomes[next(iter(self._outcomes))]
 
-    def _push(self, store: Store, layers: dict[tuple[int, int], LayerKv]) -> None:
+    def _push(self, store: Store, layers: dict[tuple[int, int], LayerKv], size: int) -> None:
         want = store.want
-        session = store.session
-        if session is None:
-            secret = domain_secret(self._key, want.tenant)
-            session = f"{want.tenant}/auto-{token_hmac(secret, want.tokens).hex()[:16]}"
+        session = store.session or str(prefix_name(domain_secret(self._key, want.tenant), want, len(want.tokens)))
         producer = {"engine": "vllm", "model": self._identity.where.rstrip("/").rpartition("/")[2]}
         source = MemorySource(want.descriptor, want.tokens, layers, producer=producer)
         request = PushSession(
-            self._depot.stores, session, source, key=self._key, with_tokens=store.with_tokens,
+            self._tiers.shared.depot.stores, session, source, key=self._key, with_tokens=store.with_tokens,
             codec=self._settings.codec, labels=self._settings.labels, expires=self._settings.expires,
         )  # fmt: skip
         started = time.monotonic()
-        report = self._depot.use(f"storing {session}", lambda _: push_session(request, Context(retry=PATIENCE)))
+        pushed = self._tiers.push(request, size)
+        report, held_as = pushed.report, pushed.held
         if report is None:
-            self.counts.dropped += 1
-            self._settled(store.request, problem="the store does not answer")
+            self.counts.held += held_as is not None
+            self.counts.dropped += held_as is None
+            where = "" if held_as is None else "; it is in the agent's KV, which brings it there when it does"
+            self._settled(store.request, problem=f"the store does not answer{where}")
             return
         self.counts.stores += 1
         self.counts.stored_tokens += len(want.tokens)
@@ -437,6 +423,7 @@ class WorkerSide:
         self._loads.shutdown(wait=True, cancel_futures=True)
         self._stores.shutdown(wait=True)  # what has been read out of the engine is stored
         self._exchange.close()
+        self._tiers.close()
 
 
 class _EngineSink:

@@ -65,6 +65,11 @@ class AgentProcess:
         with self.client() as client:
             return int(client.call("ls")["used_bytes"])
 
+    def tiers(self) -> dict[str, Any]:  # Any: JSON
+        """The KV tiers by name."""
+        with self.client() as client:
+            return {tier["name"]: tier for tier in client.call("kv_tiers")["tiers"]}
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()

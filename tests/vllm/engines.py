@@ -147,7 +147,7 @@ class Engine:
         end = time.monotonic() + READY
         while time.monotonic() < end:
             kv = self.info()["kv"]
-            if kv["stores"] + kv["dropped"] >= sessions:
+            if kv["stores"] + kv["held"] + kv["dropped"] >= sessions:
                 return
             time.sleep(0.05)
         raise AssertionError(f"{sessions} sessions were not stored: {self.info()['kv']}\n{self.tail()}")

@@ -1,4 +1,4 @@
-"""`kvctl agent serve|ls|unload`."""
+"""`kvctl agent serve|ls|unload`, and `kvctl kv tiers`, which asks the agent too."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 import click
 
 from kvctl.cli.app import current
+from kvctl.cli.kv_options import key_option, place
 from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Size, argument, option
 
 if TYPE_CHECKING:
     from kvctl.agent.server import Ready
+    from kvctl.agent.settings import KvSettings
     from kvctl.node.settings import NodeSettings
 
 _FILE = click.Path(dir_okay=False)
+_FOLDER = click.Path(file_okay=False)
 _PEERS = "Peers"
+_KV = "KV ahead of a repo"
 _socket = option(
     "--socket", type=_FILE, envvar="KVCTL_AGENT_SOCKET", metavar="PATH",
     help="The agent's unix socket [default: in the user's runtime directory].",
@@ -58,6 +62,23 @@ _socket = option(
     "--peers-ucx-key", type=_FILE, envvar="KVCTL_PEER_KEY_FILE", section=_PEERS,
     help="File with a key shared with them; without it only this host is served.",
 )  # fmt: skip
+@option(
+    "--kv-memory", type=Size(), envvar="KVCTL_AGENT_KV_MEMORY", metavar="SIZE", section=_KV,
+    help="Keep KV in memory ahead of the repo, out of --memory; gone with the agent.",
+)  # fmt: skip
+@option(
+    "--kv-local", type=_FOLDER, envvar="KVCTL_AGENT_KV_LOCAL", metavar="DIR", section=_KV,
+    help="Keep KV on a local disk, behind memory and ahead of the repo; kept when the agent ends.",
+)  # fmt: skip
+@option(
+    "--kv-local-bytes", type=Size(), envvar="KVCTL_AGENT_KV_LOCAL_BYTES", metavar="SIZE", section=_KV,
+    help="What that may take; needed with --kv-local.",
+)  # fmt: skip
+@option(
+    "--kv-repo", metavar="REPO", envvar="KVCTL_AGENT_KV_REPO", section=_KV,
+    help="The repo behind them [default: that of -r, or the default one].",
+)  # fmt: skip
+@key_option
 def serve(
     *,
     socket: str | None,
@@ -71,6 +92,11 @@ def serve(
     rdma_allow: tuple[str, ...],
     peers_ucx: str | None,
     peers_ucx_key: str | None,
+    kv_memory: int | None,
+    kv_local: str | None,
+    kv_local_bytes: int | None,
+    kv_repo: str | None,
+    kv_key_file: str | None,
 ) -> None:
     """Own the memory of weights: slots that engines attach to, and that outlive them.
 
@@ -93,6 +119,7 @@ def serve(
         memory or memory_available() * 3 // 4,
         None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key, rdma, rdma_allow),
         None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
+        kv=_kv_settings(kv_memory, kv_local, kv_local_bytes, kv_repo, kv_key_file),
     )
 
     def ready(found: Ready) -> None:
@@ -109,6 +136,23 @@ def serve(
         settings, ready=ready, note=app.output.warning, trace=app.output.detail if app.output.verbose else None
     )
     app.output.note(f"stopped with {ended.slots} slots, used by {ended.holders} processes")
+
+
+def _kv_settings(
+    memory: int | None, local: str | None, local_bytes: int | None, repo: str | None, key_file: str | None
+) -> KvSettings | None:
+    from kvctl.agent.settings import KvSettings
+    from kvctl.cli.app import S3Flags
+    from kvctl.core.errors import UsageError
+
+    if (local is None) != (local_bytes is None):
+        raise UsageError("--kv-local and --kv-local-bytes need each other", hint="say where, and how much it may take")
+    if not memory and local is None:
+        if repo is not None:
+            raise UsageError("--kv-repo without a tier ahead of it", hint="--kv-memory SIZE, --kv-local DIR, or both")
+        return None
+    found = place(current(), S3Flags(), key_file, repo)
+    return KvSettings(found.stores, memory or 0, local, local_bytes or 0, found.key)
 
 
 def _peer_settings(
@@ -165,4 +209,17 @@ def unload(*, slot: str, socket: str | None, force: bool, previous: bool) -> Non
     with AgentClient(socket, label="kvctl agent unload") as client:
         answer = client.call("unload", slot=slot.removeprefix("slot:"), force=force, previous_only=previous)
     document = {"schema": "kvctl.agent-unload/1", **answer}
+    app.output.result(document, lambda: render(document))
+
+
+@click.command("tiers", cls=KvCommand)
+@_socket
+def tiers(*, socket: str | None) -> None:
+    """Show the agent's KV tiers ahead of the repo: where they are, what they hold, and how often each is hit."""
+    from kvctl.agent.client import AgentClient
+    from kvctl.cli.documents import render
+
+    app = current()
+    with AgentClient(socket, label="kvctl kv tiers") as client:
+        document = client.call("kv_tiers")
     app.output.result(document, lambda: render(document))
