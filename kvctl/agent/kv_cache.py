@@ -12,6 +12,7 @@ What fails is tried again after a pause that doubles; reads and pushes of engine
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context, RetryPolicy
 from kvctl.core.errors import KvctlError, NotFoundError
 from kvctl.kv import sessions
+from kvctl.kv.access import check_key
 from kvctl.kv.copying import CopySession, copy_session
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
@@ -197,8 +199,13 @@ class KvCache:
             self._wake.notify_all()
 
     def _run(self) -> None:
-        with contextlib.suppress(KvctlError), Repo.open(self._settings.shared, self._ctx) as repo:
-            self._shared_id = repo.id
+        try:
+            with Repo.open(self._settings.shared, self._ctx) as repo:
+                self._shared_id = repo.id
+                check_key(repo, self._settings.key)
+        except KvctlError as error:
+            self._note(f"KV: {error}")
+            self._problem = str(error)
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._stop or self._down or self._up)
@@ -225,6 +232,8 @@ class KvCache:
             else:
                 self._promote(job)
         except Exception as error:  # whatever it is, the agent goes on; a write-down is never forgotten
+            if self._stop:
+                return isinstance(job, WriteDown)
             self._failures += 1
             again = isinstance(job, WriteDown)
             if self._failures == 1 or not isinstance(error, KvctlError):
@@ -315,8 +324,10 @@ class KvCache:
         with self._wake:
             self._stop = True
             self._wake.notify_all()
+        self._ctx.cancel.request(signal.SIGTERM)
         if self._thread is not None:
             self._thread.join()
+        self._ctx = Context(retry=_PATIENCE)
         end = time.monotonic() + seconds
         jobs = [job for job in dict.fromkeys(self._down) if job.tier == MEMORY]
         lost = sum(not (time.monotonic() < end and self._save(job)) for job in jobs)

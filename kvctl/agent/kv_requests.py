@@ -5,12 +5,13 @@ straight to the tiers' repos.
 from __future__ import annotations
 
 import base64
+import contextlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvctl.agent.kv_cache import KvCache
-from kvctl.core.errors import NotFoundError
+from kvctl.core.errors import KvctlError, NotFoundError
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.prefix import Want
 from kvctl.kv.tokens import Extra
@@ -62,7 +63,8 @@ class KvRequests:
 
     def close(self) -> None:
         if self._cache is not None:
-            self._cache.release(self._holder)
+            with contextlib.suppress(KvctlError):  # a tier that cannot be tidied now is when room is made next
+                self._cache.release(self._holder)
 
     def _known(self) -> KvCache:
         if self._cache is None:

@@ -14,11 +14,11 @@ from typing import Any, Final
 from kvctl.agent.kv_folders import PAGE, Folder
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import IncompatibleError, NotFoundError
+from kvctl.core.errors import NotFoundError
+from kvctl.kv.access import adopt_key
 from kvctl.kv.catalog import Catalog
 from kvctl.kv.evict import Eviction, EvictRequest, evict_sessions
 from kvctl.kv.promoting import PROMOTED
-from kvctl.kv.tokens import key_id
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.repo import Repo
 
@@ -75,20 +75,15 @@ class Tier:
         return (StoreConfig(self.folder.url),)
 
     def begin(self, key: bytes | None, ctx: Context) -> None:
-        """Make the repo, or take over the one that is there. Raises what opening it raises, IncompatibleError when its
-        sessions are keyed under another secret.
+        """Make the repo, or take over the one that is there; it has the key before any client opens it. Raises what
+        opening it raises, ConfigError or IncompatibleError when its sessions are keyed otherwise.
         """
         try:
             repo = Repo.open(self.stores, ctx)
         except NotFoundError:
             repo = Repo.init(self.stores, ctx=ctx)
         with repo:
-            if repo.format.key_id not in {None, key_id(key)}:
-                raise IncompatibleError(
-                    f"the KV in {self.folder.path} is keyed under another secret",
-                    cause=f"its key id is {repo.format.key_id}",
-                    hint="choose another folder, or the key file that it was made with",
-                )
+            adopt_key(repo, key, "")
 
     # -- room ------------------------------------------------------------------------------------------------
 

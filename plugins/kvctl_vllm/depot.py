@@ -63,7 +63,7 @@ class Depot:
         return found
 
     def failed(self, doing: str, error: BaseException) -> None:
-        self._drop()
+        self.close()
         with self._lock:
             self._failures += 1
             self._until = time.monotonic() + min(LONGEST, self._rest * 2 ** (self._failures - 1))
@@ -85,11 +85,12 @@ class Depot:
     def _repo(self) -> Repo:
         opened: tuple[float, Repo] | None = getattr(self._local, "opened", None)
         if opened is None or time.monotonic() - opened[0] > FRESH:
-            self._drop()
+            self.close()
             opened = self._local.opened = (time.monotonic(), Repo.open(self.stores, self.ctx))
         return opened[1]
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Give up the repo that this thread has open; the next use opens it again."""
         opened: tuple[float, Repo] | None = getattr(self._local, "opened", None)
         self._local.opened = None
         if opened is not None:

@@ -32,6 +32,8 @@ SHARED: Final = "shared"
 ANSWER: Final = 5.0  # seconds for the agent's short answers
 ROOM: Final = 60.0  # for making room, which evicts
 TOLD: Final = 10_000  # lookups that are remembered until they are reported
+_GONE: Final = set[str | None]()  # agents that do not answer: a process with both sides of a connector says it once
+_GONE_LOCK: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +195,7 @@ class Tiers:
         if self._socket is None or time.monotonic() < self._until:
             return None
         try:
-            with self._lock:
-                line = self._lines.get(seconds)
-                if line is None:
-                    line = self._lines[seconds] = AgentClient(self._socket, label="vllm", seconds=seconds)
-            found = line.call(operation, **fields)
+            found = self._asked(self._socket, operation, seconds, fields)
         except (EnvError, MemberDownError, StalledError) as error:
             self._lost(error)
             return None
@@ -209,14 +207,36 @@ class Tiers:
         self._back()
         return found
 
-    def _lost(self, error: KvctlError) -> None:
+    def _asked(
+        self, socket: str, operation: str, seconds: float, fields: dict[str, Any]
+    ) -> dict[str, Any]:  # Any: JSON
         with self._lock:
-            first, self._gone = not self._gone, True
-            self._until = time.monotonic() + self._rest
-            self._own = ()
+            line = self._lines.get(seconds)
+        if line is not None:
+            try:
+                return line.call(operation, **fields)
+            except MemberDownError:
+                self._hang_up()  # one that was started again answers on a new line
+        line = AgentClient(socket, label="vllm", seconds=seconds)
+        with self._lock:
+            self._lines[seconds] = line
+        return line.call(operation, **fields)
+
+    def _hang_up(self) -> None:
+        with self._lock:
             for line in self._lines.values():
                 line.close()
             self._lines = {}
+
+    def _lost(self, error: KvctlError) -> None:
+        self._hang_up()
+        with self._lock:
+            self._gone = True
+            self._until = time.monotonic() + self._rest
+            self._own = ()
+        with _GONE_LOCK:
+            first = self._socket not in _GONE
+            _GONE.add(self._socket)
         if first:
             log.warning("kvctl: the agent's KV tiers are gone (%s); the repo serves until they are back", error)
 
@@ -224,7 +244,11 @@ class Tiers:
         with self._lock:
             back, self._gone = self._gone, False
         if back:
-            log.warning("kvctl: the agent's KV tiers are back")
+            with _GONE_LOCK:
+                back = self._socket in _GONE
+                _GONE.discard(self._socket)
+            if back:
+                log.warning("kvctl: the agent's KV tiers are back")
 
     def taken(self) -> Sequence[Looked]:
         """The lookups since the last call."""
@@ -234,7 +258,7 @@ class Tiers:
         return found
 
     def close(self) -> None:
-        with self._lock:
-            for line in self._lines.values():
-                line.close()
-            self._lines = {}
+        """Hang up, and give up the repos that this thread has open."""
+        self._hang_up()
+        for tier in (*self._own, self.shared):
+            tier.depot.close()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvctl.kv.seams import KvSink, MemorySink
 from kvctl.repo.repo import Repo
 from kvctl_vllm.depot import Depot
 from kvctl_vllm.filling import Filled, Wanted, fill
+from kvctl_vllm.places import url_of
 from kvctl_vllm.tiers import Pushed, Tiers
 from tests.agent.agents import AgentProcess, eventually, kvctl
 from tests.agent.conftest import Start
@@ -33,6 +35,7 @@ from tests.kv.world import check_sink, descriptor, file_stores, some_tokens, sou
 CTX = Context()
 TOKEN_BYTES = 2 * 2 * 8 * 2 * 2  # layers, K and V, dim, heads, width
 MIB = 1 << 20
+CLIENTS: list[Client] = []
 
 
 @dataclass
@@ -41,18 +44,20 @@ class Client:
 
     stores: tuple[StoreConfig, ...]
     socket: str
+    key: bytes | None = None
     tiers: Tiers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tiers = Tiers(Depot(self.stores, 0.1), self.socket, 0.1)
+        CLIENTS.append(self)
+        self.tiers = Tiers(Depot(self.stores, 0.1), self.socket or None, 0.1)
 
     def push(self, session: str, tokens: array[int]) -> Pushed:
-        request = PushSession(self.stores, session, source(descriptor(), tokens))
+        request = PushSession(self.stores, session, source(descriptor(), tokens), key=self.key)
         return self.tiers.push(request, len(tokens) * TOKEN_BYTES)
 
     def load(self, tokens: array[int], between: Callable[[], None] = lambda: None) -> Filled:
         """Load what is stored of the tokens; every byte is compared."""
-        want = Want(descriptor(), tokens, "alice")
+        want = Want(descriptor(), tokens, "alice", self.key)
         found = self.tiers.find(want, CTX, session=None, above=0, least=1)
         if found.prefix is None or not found.prefix.tokens:
             return Filled(0)
@@ -69,6 +74,13 @@ class Client:
         for one in sinks:
             one.close()
         return done
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().tiers.close()
 
 
 @pytest.fixture
@@ -210,6 +222,28 @@ def test_what_the_repo_could_not_take_is_kept_and_written_back(start: Start, sto
     assert agent.tiers()["memory"]["evicted"] > 0  # now they may go
 
 
+def test_what_others_pushed_meanwhile_stays_the_latest(start: Start, stores: tuple[StoreConfig, ...]) -> None:
+    """A write-back that comes late is found by its tokens, under a name of its own."""
+    agent = serving(start, stores)
+    client = Client(stores, agent.socket)
+    folder, away = hidden(stores)
+    folder.rename(away)
+    old, new = some_tokens(512), some_tokens(512, 1)
+    assert client.push("alice/chat", old).held == "alice/chat@1"
+    time.sleep(1.1)  # manifests tell their time in whole seconds
+    assert Client((StoreConfig(f"file://{away}"),), "").push("alice/chat", new).report is not None
+    away.rename(folder)
+    idle(agent)
+    auto, chat = list_sessions(stores, CTX).entries
+    assert str(chat.found) == "alice/chat@1"
+    assert chat.manifest is not None
+    assert auto.manifest is not None
+    assert chat.manifest.created > auto.manifest.created
+    assert auto.found.session.name.startswith("auto-")
+    for tokens in (old, new):
+        assert served(Client(stores, "").load(tokens)) == [("shared", 512)]
+
+
 def test_a_local_tier_outlives_the_agent(start: Start, stores: tuple[StoreConfig, ...], tmp_path: Path) -> None:
     local = ("--kv-local", str(tmp_path / "nvme"), "--kv-local-bytes", "64MiB")
     first = serving(start, stores, *local)
@@ -343,3 +377,34 @@ def test_what_cannot_be_is_refused_with_its_reason(
     huge = f"{os.statvfs(memory_roots()[0]).f_blocks * os.statvfs(memory_roots()[0]).f_frsize * 2}"
     code, _ = refused("--memory", huge, "--kv-memory", huge, *repo)
     assert code == 9
+
+
+def test_an_agent_without_kv_says_so(agent: AgentProcess, tmp_path: Path) -> None:
+    code, error, _ = kvctl("kv", "tiers", socket=agent.socket, state=tmp_path)
+    assert code == 4
+    assert "holds no KV" in str(error)
+
+
+@pytest.mark.s3
+def test_a_repo_on_s3_behind_a_keyed_cache(
+    start: Start, seaweed_store: Callable[[], StoreConfig], tmp_path: Path
+) -> None:
+    """The same over SeaweedFS, with block keys under a secret."""
+    stores = (seaweed_store(),)
+    Repo.init(stores, ctx=CTX).close()
+    key = tmp_path / "kv.key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    text = url_of(stores[0])
+    agent = start("--kv-repo", text, "--kv-memory", "8MiB", "--kv-key-file", str(key))
+    tokens = some_tokens(1_024)
+    client = Client(stores, "", bytes.fromhex("ab" * 32))
+    assert client.push("alice/chat", tokens).report is not None
+    client = Client(stores, agent.socket, bytes.fromhex("ab" * 32))
+    assert served(client.load(tokens)) == [("shared", 1_024)]
+    assert idle(agent)["memory"]["promoted"] == 1
+    assert served(client.load(tokens)) == [("memory", 1_024)]
+    other = some_tokens(1_024, 2)
+    assert client.push("alice/other", other).held == "alice/other@1"
+    assert served(client.load(other)) == [("memory", 1_024)]
+    assert agent.tiers()["memory"]["hits"] == 2

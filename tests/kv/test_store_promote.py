@@ -72,11 +72,11 @@ def test_a_prefix_of_a_longer_session_becomes_a_session(
 
 def test_windows_come_along(ctx: Context, repos: tuple[Stores, Stores]) -> None:
     a, b = repos
-    tokens = some_tokens(1_500)
+    tokens = some_tokens(1_504)
     push(a, "alice/chat", tokens, ctx, *WINDOWED)
     want = Want(descriptor(*WINDOWED), tokens + some_tokens(20, 1), "alice")
     assert copy_prefix(a, b, want, ctx, admit) is not None
-    check(b, want, 1_500, ctx, *WINDOWED)
+    check(b, want, 1_504, ctx, *WINDOWED)
 
 
 def test_what_is_not_admitted_moves_nothing(ctx: Context, repos: tuple[Stores, Stores]) -> None:
