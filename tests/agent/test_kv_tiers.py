@@ -277,9 +277,12 @@ def test_the_end_of_the_agent_writes_down_what_only_memory_has(
     assert names(stores) == ["alice/chat@1"]
 
 
-def test_a_killed_agents_memory_is_found_and_removed_by_the_next(start: Start, stores: tuple[StoreConfig, ...]) -> None:
+def test_a_killed_agents_memory_is_found_and_removed_by_the_next(
+    start: Start, stores: tuple[StoreConfig, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients go on with the repo meanwhile; both sides of a connector together say it once."""
     first = serving(start, stores)
-    client = Client(stores, first.socket)
+    client, side = Client(stores, first.socket), Client(stores, first.socket)
     tokens = some_tokens(700)
     client.push("alice/chat", tokens)
     place = place_of(first).parent
@@ -289,7 +292,9 @@ def test_a_killed_agents_memory_is_found_and_removed_by_the_next(start: Start, s
     assert place.exists()
     first.kill()
     assert place.exists()
-    assert served(client.load(tokens)) == [("shared", 700)]
+    for one in (client, side, client, side):
+        assert served(one.load(tokens)) == [("shared", 700)]
+    assert caplog.text.count("tiers are gone") == 1
     second = AgentProcess.start(first.folder, "--kv-repo", stores[0].url, "--kv-memory", "8MiB")
     with second:
         assert not place.exists()
@@ -299,6 +304,9 @@ def test_a_killed_agents_memory_is_found_and_removed_by_the_next(start: Start, s
             return served(client.load(tokens)) == [("memory", 700)]
 
         eventually(loads_from_memory, "the new agent's memory is used")
+        assert served(side.load(tokens)) == [("memory", 700)]
+        assert caplog.text.count("tiers are back") == 1
+        assert caplog.text.count("tiers are gone") == 1
         assert second.tiers()["memory"]["promoted"] == 1
         mine = place_of(second).parent
         assert second.close() == 0
