@@ -19,6 +19,7 @@ import pytest
 from kvctl.agent.kv_folders import memory_roots
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
+from kvctl.kv.identity import Group
 from kvctl.kv.inspecting import list_sessions
 from kvctl.kv.prefix import Want
 from kvctl.kv.push import PushSession
@@ -327,6 +328,41 @@ def test_a_block_that_goes_under_way_comes_from_the_next_tier(start: Start, stor
     assert done.usable == 2_500
     assert [tier for tier, _ in served(done)] == ["memory", "shared"]
     assert sum(tokens for _, tokens in served(done)) == 2_500
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_windows_come_whole_from_one_tier_and_layers_from_the_first_alone(
+    start: Start, stores: tuple[StoreConfig, ...], early: bool
+) -> None:
+    """Where a model has windows the next tier gives all of it; where layers were handed over one by one, the rest is
+    computed.
+    """
+    agent = serving(start, stores)
+    client = Client(stores, agent.socket)
+    tokens, meaning = some_tokens(1_504), descriptor(Group("full", (0,), 2, 8, 8), Group("sliding", (1,), 2, 8, 8, 100))
+    request = PushSession(stores, "alice/chat", source(meaning, tokens))
+    assert client.tiers.push(request, len(tokens) * TOKEN_BYTES).held is not None
+    want = Want(meaning, tokens, "alice")
+    found = client.tiers.find(want, CTX, session=None, above=0, least=1)
+    assert found.prefix is not None
+    assert found.tier == "memory"
+    max((place_of(agent) / "chunks").glob("*/*"), key=lambda path: path.stat().st_size).unlink()
+    sinks: list[MemorySink] = []
+
+    def sink() -> KvSink:
+        sinks.append(MemorySink())
+        return sinks[-1]
+
+    wanted = Wanted(want, found.prefix, found.tier, 0, 1_504, whole=True, early=early)
+    done = fill(client.tiers, wanted, sink, CTX)
+    if early:
+        assert (len(sinks), done.usable) == (1, 0)
+    else:
+        assert done.usable == 1_504
+        assert served(done)[-1] == ("shared", 1_504)
+        check_sink(sinks[-1], meaning, tokens, 1_504)
+    for one in sinks:
+        one.close()
 
 
 def test_a_torn_block_in_memory_is_never_handed_over(start: Start, stores: tuple[StoreConfig, ...]) -> None:
