@@ -149,6 +149,7 @@ def pull_prefix(
     report = Report("kv pull", target="engine")
     with open_prefix(repo, want, found, ctx, start=start) as session:
         report.source = f"{found.session or 'the index'} in repo {repo.id[:8]}"
+        report.extra["leased"] = session.hold is not None
         pulling = _PrefixPull(want, session, sink, ctx, report, start, rank, early=early, batch=batch)
         try:
             tokens = pulling.run(watch, found)
