@@ -10,13 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvctl.core.context import Context
-from kvctl.core.errors import IncompatibleError, KvctlError
+from kvctl.core.errors import IncompatibleError, KvctlError, NotFoundError
 from kvctl.kv.identity import Descriptor, Lora, describe_model, lora_scale
 from kvctl.kv.tokens import domain_secret
 from kvctl.weights.identify import SMALL_FILES
+from kvctl.weights.models import digest_model
 
 DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 LARGEST: Final = 64 << 20  # bytes of a small file
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A LoRA, and what its folder looked like when it was read; no `files`: it has changed since."""
+
+    lora: Lora
+    files: tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -27,7 +36,7 @@ class Identity:
     dtype: str
     where: str
     _known: dict[object, Descriptor] = field(default_factory=dict)
-    _adapters: dict[str, Lora] = field(default_factory=dict)
+    _adapters: dict[str, _Adapter] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def descriptor(
@@ -39,10 +48,11 @@ class Identity:
         key: bytes | None = None,
         tenant: str = "",
     ) -> Descriptor:
-        """`weights`: model digest. `adapter`: folder of a LoRA, which is read once. Raises IncompatibleError and what
-        reading the adapter raises.
+        """`weights`: model digest. `adapter`: folder of a LoRA, which is read once. Raises IncompatibleError, also for
+        a folder that has changed since, and what reading the adapter raises.
         """
-        asked = (weights, adapter, salt, tenant)
+        lora = () if adapter is None else (self._lora(adapter),)
+        asked = (weights, lora, salt, tenant)
         with self._lock:
             found = self._known.get(asked)
         if found is None:
@@ -50,7 +60,7 @@ class Identity:
                 self.files,
                 weights,
                 dtype=self.dtype,
-                lora=() if adapter is None else (self._lora(adapter),),
+                lora=lora,
                 salt=None if salt is None else salt.encode(),
                 secret=domain_secret(key, tenant),
                 where=self.where,
@@ -62,17 +72,38 @@ class Identity:
         return found
 
     def _lora(self, folder: str) -> Lora:
-        from kvctl.weights.models import digest_model
-
+        files = _files_of(folder)
         with self._lock:
-            found = self._adapters.get(folder)
-        if found is None:
+            known = self._adapters.get(folder)
+            if known is not None and known.files != files:
+                known = self._adapters[folder] = _Adapter(known.lora, ())  # for good, even if the old files come back
+        if known is None:
             digest, _ = digest_model(folder, None, None, None, Context())
             with open(os.path.join(folder, "adapter_config.json"), "rb") as file:
-                found = Lora(digest.digest, lora_scale(file.read(), folder))
+                known = _Adapter(Lora(digest.digest, lora_scale(file.read(), folder)), files)
             with self._lock:
-                self._adapters[folder] = found
-        return found
+                self._adapters[folder] = known
+        if not known.files:
+            raise IncompatibleError(
+                f"the adapter in {folder} was changed while the engine ran: its KV is neither stored nor loaded",
+                cause="vLLM names what it computed after the folder, so that may be of either",
+                hint="load a changed adapter from a folder of its own, or restart the engine",
+            )
+        return known.lora
+
+
+def _files_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of change of each file. Raises NotFoundError."""
+    found = []
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            about = entry.stat()
+            found.append((entry.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    except OSError as error:
+        raise NotFoundError(
+            f"the adapter in {folder} cannot be read", cause=str(error), hint="load adapters from a folder"
+        ) from error
+    return tuple(found)
 
 
 def identify(vllm_config: Any) -> Identity:  # Any: VllmConfig of any release
@@ -110,8 +141,6 @@ def digest_folder(folder: str) -> str | None:
     """The model digest of a folder of safetensors, for engines whose own loader read it; None where it is none. Reads
     all of it.
     """
-    from kvctl.weights.models import digest_model
-
     if not os.path.isdir(folder):
         return None
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,13 @@ def text_of(store: StoreConfig) -> str:
     return url_of(store)
 
 
+def stores_of(repo: str) -> tuple[StoreConfig, ...]:
+    """The stores of the repo that this text names."""
+    from kvctl_vllm import places
+
+    return places.repo_stores(places.config(), repo)
+
+
 @pytest.fixture(scope="session")
 def node_repo(nodes: Sequence[NodeProcess]) -> str:
     """A repo over both storage nodes."""
@@ -105,8 +112,11 @@ def launch(place: Path) -> Iterator[Callable[..., Engine]]:
     running: list[Engine] = []
     credentials = {**CREDENTIALS, "HOME": str(place)}
 
-    def start(model: Path, settings: dict[str, Any] | None = None, **more: Any) -> Engine:
-        engine = Engine(model, place / f"engine-{next(_NUMBERS)}.log", settings, environ=credentials, **more)
+    def start(
+        model: Path, settings: dict[str, Any] | None = None, *, environ: Mapping[str, str] | None = None, **more: Any
+    ) -> Engine:
+        log = place / f"engine-{next(_NUMBERS)}.log"
+        engine = Engine(model, log, settings, environ={**credentials, **(environ or {})}, **more)
         running.append(engine)
         return engine.wait()
 

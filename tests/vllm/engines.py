@@ -108,12 +108,15 @@ class Engine:
         return sum(text in line for line in self.log.read_text(errors="replace").splitlines())
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> Any:
+        return json.loads(self.ask(path, body, headers) or b"null")
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}{path}", data, {"content-type": "application/json", **(headers or {})}
         )
         with urllib.request.urlopen(request, timeout=READY) as response:
-            return json.loads(response.read() or b"null")
+            return bytes(response.read())
 
     def complete(
         self, tokens: Sequence[int], count: int = 8, *, kvctl: Mapping[str, Any] | None = None, **more: Any

@@ -20,17 +20,11 @@ from kvctl.kv.seams import MemorySink
 from kvctl.repo.repo import Repo
 from kvctl.testing.nodes import NodeProcess
 from tests.vllm import tiny
-from tests.vllm.conftest import apart, eventually, kv_files, repo_over
+from tests.vllm.conftest import apart, eventually, kv_files, repo_over, stores_of
 from tests.vllm.engines import Engine
 
 pytestmark = pytest.mark.engine
 OWN, COLD = 1e-5, 1e-4  # log-probabilities apart: from the engine's own prefix hit, and from a cold run
-
-
-def stores_of(repo: str) -> Any:
-    from kvctl_vllm import places
-
-    return places.repo_stores(places.config(), repo)
 
 
 def restored(engine: Engine, tokens: int, session: str) -> tuple[Any, Any, Any]:

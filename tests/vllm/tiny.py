@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -44,6 +45,39 @@ def make(folder: Path, kind: str = "llama", *, seed: int = 0, layers: int = 4, h
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path, *, seed: int, rank: int = 8, alpha: int = 16, layers: int = 4, hidden: int = 128) -> Path:
+    """A LoRA of `make`'s Llama, as PEFT writes it: on every projection of the attention."""
+    import torch
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(seed)
+    heads, shared = hidden // 32 * 32, max(1, hidden // 64) * 32
+    shapes = {
+        "q_proj": (hidden, heads),
+        "k_proj": (hidden, shared),
+        "v_proj": (hidden, shared),
+        "o_proj": (heads, hidden),
+    }
+    tensors = {}
+    for layer in range(layers):
+        for name, (wide, out) in shapes.items():
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{where}.lora_A.weight"] = 0.1 * torch.randn(rank, wide, generator=made)
+            tensors[f"{where}.lora_B.weight"] = 0.1 * torch.randn(out, rank, generator=made)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "bias": "none",
+        "target_modules": list(shapes),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
