@@ -1,11 +1,14 @@
 """Time to first token of a real vLLM: computed, from its own prefix cache, restored from host memory (a repo on tmpfs),
 files, S3 (SeaweedFS) and two storage nodes; and what a running stream feels while others restore.
 
-    scripts/bench/engine.py [--model tiny|FOLDER] [--tokens 512,1024,..] [--rounds 100] [--places memory,files,s3,nodes]
+    scripts/bench/run engine [--model tiny,smollm2,FOLDER] [--places memory,files,s3,nodes] [--out FILE]
+                             [--tokens 512,1024,..] [--rounds 100] [--concurrency 1,4] [--others 24]
 
-One engine per place, one after the other; in each the three ways are interleaved round by round: the same prompt cold,
-again from the engine's own cache, and restored. `computed` runs in one round of ten, since it takes longest. JSON to
-stdout (or --out), a table to stderr. Needs scripts/engine-env; runs itself in it.
+One engine per model and place, one after the other; in each the ways are interleaved round by round: the same prompt
+from the engine's own cache, restored, and in one round of four computed. Of computed, which has nothing to do with the
+place, all places' samples count together. `rounds` are requests of each way: four at once make a quarter of the rounds.
+smollm2 is SmolLM2-135M-Instruct as `scripts/demo --llm` leaves it in its cache. JSON to stdout (or --out), the tables
+by `scripts.bench.engine_table`, progress to stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,23 +23,41 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLACES = ("memory", "files", "s3", "nodes")
-COLD_EVERY = 10  # rounds
-OTHERS = 24  # requests beside a stream, at most
+COLD_EVERY: Final = 4  # rounds
+SHORT: Final = (32, 64, 96, 128, 192, 256, 384, 512)  # tokens; among these the crossover is looked for
+SHORT_ROUNDS: Final = 20
+BASE: Final = 16  # tokens; computing them takes what any request takes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`others`: prompts that come in beside a stream, 0 for no stream."""
+
+    tokens: tuple[int, ...]
+    rounds: int
+    widths: tuple[int, ...]
+    others: int
+
+
+TINY: Final = Plan((512, 1024, 2048, 4096, 8192), 100, (1, 4), 24)
+LARGER: Final = Plan((512, 1024, 2048), 20, (1,), 0)  # a prompt of 2,048 takes seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a folder that vLLM can serve")
-    parser.add_argument("--tokens", default="64,128,256,512,1024,2048,4096,8192")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--model", default="tiny,smollm2", help="tiny, smollm2, or folders that vLLM can serve")
+    parser.add_argument("--tokens", help="lengths of prompts (default: tiny 512 to 8192, others 512 to 2048)")
+    parser.add_argument("--rounds", type=int, help="requests of each way (default: tiny 100, others 20)")
+    parser.add_argument("--concurrency", help="how many at once (default: tiny 1,4, others 1)")
+    parser.add_argument("--others", type=int, help="prompts beside a stream (default: tiny 24, others 0)")
     parser.add_argument("--places", default=",".join(PLACES))
-    parser.add_argument("--concurrency", default="1,4")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     try:
         import vllm  # noqa: F401
@@ -46,39 +66,72 @@ def main() -> None:
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(python.stdout.strip(), [python.stdout.strip(), *sys.argv])
     sys.path.insert(0, str(ROOT))
-    result = run(chosen)
-    text = json.dumps(result, indent=1)
-    if chosen.out:
-        Path(chosen.out).write_text(text + "\n", encoding="utf-8")
-    else:
-        print(text)
+    result: dict[str, Any] = {"schema": "kvctl.bench-engine/1", "models": {}}  # Any: JSON
+    for name in chosen.model.split(","):
+        result["models"][Path(name).name] = run(name, chosen)
+        text = json.dumps(result, indent=1) + "\n"
+        if chosen.out:
+            chosen.out.write_text(text, encoding="utf-8")
+    if not chosen.out:
+        print(text, end="")
 
 
-def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    from tests.vllm import tiny
+def plan_of(name: str, chosen: argparse.Namespace) -> Plan:
+    own = TINY if name == "tiny" else LARGER
+    return Plan(
+        own.tokens if chosen.tokens is None else numbers(chosen.tokens),
+        own.rounds if chosen.rounds is None else chosen.rounds,
+        own.widths if chosen.concurrency is None else numbers(chosen.concurrency),
+        own.others if chosen.others is None else chosen.others,
+    )
 
-    sizes = [int(part) for part in chosen.tokens.split(",")]
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def run(name: str, chosen: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
+    from kvctl.kv.advise import group_costs
+    from kvctl.kv.geometry import groups_of
+    from scripts.bench.engine_table import advice, spread
+
+    plan, began = plan_of(name, chosen), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvctl-bench-") as place:
         root = Path(place)
-        # 19 million parameters
-        folder = (
-            tiny.make(root / "model", layers=4, hidden=256, vocab_size=32000)
-            if chosen.model == "tiny"
-            else Path(chosen.model)
-        )
+        folder = model_folder(name, root)
         found: dict[str, Any] = {
-            "model": chosen.model,
+            "model": Path(name).name,
             "dtype": "float32",
-            "cores": os.cpu_count(),
-            "rounds": chosen.rounds,
+            "cores": len(os.sched_getaffinity(0)),
+            "rounds": plan.rounds,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "computed": {},
             "places": {},
         }
-        for name in chosen.places.split(","):
-            with repo_at(name, root / name) as (repo, environ):
-                found["places"][name] = measure(folder, repo, environ, root / f"{name}.log", sizes, chosen)
-        found["advice"] = advice(folder, found)
+        computed: dict[tuple[int, int], list[float]] = {}
+        for where in chosen.places.split(","):
+            with repo_at(where, root / where) as (repo, environ):
+                found["places"][where] = measure(folder, repo, environ, root / f"{where}.log", plan, computed)
+        for (tokens, width), times in computed.items():
+            found["computed"].setdefault(str(tokens), {})[str(width)] = spread(times)
+        groups = group_costs(groups_of(json.loads((folder / "config.json").read_text()), dtype="F32"), "F32")
+        found["advice"] = {where: advice(groups, rows) for where, rows in found["places"].items()}
+        found["seconds"] = round(time.monotonic() - began, 1)
     return found
+
+
+def model_folder(name: str, root: Path) -> Path:
+    from kvctl.cli.demo import cached
+    from kvctl.cli.demo_llm import FOLDER
+    from tests.vllm import tiny
+
+    if name == "tiny":  # 19 million parameters
+        return tiny.make(root / "model", layers=4, hidden=256, vocab_size=32000)
+    folder = Path(cached(FOLDER)) if name == "smollm2" else Path(name)
+    if not (folder / "config.json").exists():
+        hint = ": `scripts/demo --llm` makes it, once" if name == "smollm2" else ""
+        raise SystemExit(f"there is no model in {folder}{hint}")
+    return folder
 
 
 @contextmanager
@@ -114,34 +167,49 @@ def repo_at(name: str, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def measure(
-    model: Path, repo: str, environ: dict[str, str], log: Path, sizes: Sequence[int], chosen: argparse.Namespace
-) -> dict[str, Any]:
+    model: Path,
+    repo: str,
+    environ: dict[str, str],
+    log: Path,
+    plan: Plan,
+    computed: dict[tuple[int, int], list[float]],
+) -> dict[str, Any]:  # Any: JSON
+    """`computed` gets this place's samples too, by (tokens, at once)."""
+    from tests.vllm import tiny
     from tests.vllm.engines import Engine
 
-    longest = max(sizes) + 64
+    longest = max(*plan.tokens, *SHORT) + 64
     extra = ["--max-model-len", str(longest), "--max-num-batched-tokens", "2048"]
-    settings = {"repo": repo, "push": "ask", "min_tokens": 16}
+    settings = {"repo": repo, "push": "ask", "min_tokens": BASE}
+    began = time.monotonic()
     found: dict[str, Any] = {"tokens": {}}
     with Engine(model, log, settings, extra=extra, environ=environ) as engine:
         engine.wait()
-        for tokens in sizes:
-            for width in (int(part) for part in chosen.concurrency.split(",")):
-                rows = ways(engine, tokens, width, chosen.rounds)
+        found["start_s"] = round(time.monotonic() - began, 1)
+        for tokens in plan.tokens:
+            prompts = [tiny.tokens(tokens, 1000 * tokens + number) for number in range(max(plan.widths))]
+            store(engine, prompts)
+            for width in plan.widths:
+                own = computed.setdefault((tokens, width), [])
+                rows = ways(engine, prompts[:width], -(-plan.rounds // width), own)
                 found["tokens"].setdefault(str(tokens), {})[str(width)] = rows
                 say(log.stem, tokens, width, rows)
-        found["stream"] = stream(engine, min(sizes[-1], 2048))
+        found |= crossover(engine)
+        found["stream"] = stream(engine, min(plan.tokens[-1], 2048), plan.others) if plan.others else None
+    found["seconds"] = round(time.monotonic() - began, 1)
     return found
 
 
-def ways(engine: Any, tokens: int, width: int, rounds: int) -> dict[str, Any]:
-    """Times to first token of `width` requests at once, in seconds."""
-    from tests.vllm import tiny
-
-    prompts = [tiny.tokens(tokens, 1000 * tokens + number) for number in range(width)]
+def store(engine: Any, prompts: Sequence[Sequence[int]]) -> None:  # Any: an Engine, imported late
     before = engine.info()["kv"]["stores"]
     for prompt in prompts:
         engine.complete(prompt, 1, kvctl={"push": True, "pull": False})
-    engine.stored(before + width)
+    engine.stored(before + len(prompts))
+
+
+def ways(engine: Any, prompts: Sequence[Sequence[int]], rounds: int, computed: list[float]) -> dict[str, Any]:
+    """Times to first token of these stored prompts at once, in seconds."""
+    from scripts.bench.engine_table import spread
 
     def cold(prompt: Sequence[int]) -> None:
         engine.complete(prompt, 1, kvctl={"push": False, "pull": False})
@@ -150,30 +218,55 @@ def ways(engine: Any, tokens: int, width: int, rounds: int) -> dict[str, Any]:
         engine.complete(prompt, 1, kvctl={"push": False})
 
     times: dict[str, list[float]] = {"computed": [], "own cache": [], "restored": []}
-    needed = fetched = wanted = lost = 0
+    start = engine.info()["kv"]
     for number in range(rounds):
         if number % COLD_EVERY == 0:
             engine.reset()
             times["computed"] += at_once(cold, prompts)
         times["own cache"] += at_once(cold, prompts)
         engine.reset()
-        start = engine.info()["kv"]
         times["restored"] += at_once(restored, prompts)
-        end = engine.info()["kv"]
-        needed += end["needed"] - start["needed"]
-        fetched += end["fetched"] - start["fetched"]
-        wanted += end["tokens"] - start["tokens"]
-        lost += end["lost"] - start["lost"]
+    end = engine.info()["kv"]
+    computed += times["computed"]
+    grown = {name: end[name] - start[name] for name in ("needed", "fetched", "tokens", "lost")}
+    count = rounds * len(prompts)
     return {
         **{way: spread(values) for way, values in times.items()},
-        "fetched_per_needed": fetched / needed if needed else None,
-        "restored_tokens": wanted / (rounds * width),
-        "lost_tokens": lost,
-        "bytes_per_restore": needed / (rounds * width),
+        "fetched_per_needed": grown["fetched"] / grown["needed"] if grown["needed"] else None,
+        "restored_tokens": grown["tokens"] / count,
+        "lost_tokens": grown["lost"],
+        "bytes_per_restore": grown["needed"] / count,
     }
 
 
-def at_once(call: Callable[[Sequence[int]], None], prompts: Sequence[Sequence[int]]) -> list[float]:
+def crossover(engine: Any) -> dict[str, Any]:  # Any: an Engine; JSON
+    """Computed and restored at growing short lengths, until restoring has won at two of them; and `base`."""
+    from scripts.bench.engine_table import spread
+    from tests.vllm import tiny
+
+    def once(prompt: Sequence[int], *, pull: bool) -> float:
+        engine.reset()
+        return at_once(lambda own: engine.complete(own, 1, kvctl={"push": False, "pull": pull}), [prompt])[0]
+
+    least = tiny.tokens(BASE, 1)
+    once(least, pull=False)
+    found: dict[str, Any] = {"base": spread([once(least, pull=False) for _ in range(SHORT_ROUNDS)]), "crossover": {}}
+    won = 0
+    for tokens in SHORT:
+        prompt = tiny.tokens(tokens, 1000 * tokens)
+        store(engine, [prompt])
+        times: dict[str, list[float]] = {"computed": [], "restored": []}
+        for _ in range(SHORT_ROUNDS):
+            times["computed"].append(once(prompt, pull=False))
+            times["restored"].append(once(prompt, pull=True))
+        row = found["crossover"][str(tokens)] = {way: spread(values) for way, values in times.items()}
+        won = won + 1 if row["restored"]["p50"] < row["computed"]["p50"] else 0
+        if won == 2:
+            break
+    return found
+
+
+def at_once(call: Callable[[Sequence[int]], object], prompts: Sequence[Sequence[int]]) -> list[float]:
     times = [0.0] * len(prompts)
 
     def one(number: int) -> None:
@@ -192,21 +285,19 @@ def at_once(call: Callable[[Sequence[int]], None], prompts: Sequence[Sequence[in
     return times
 
 
-def stream(engine: Any, tokens: int) -> dict[str, Any]:
+def stream(engine: Any, tokens: int, count: int) -> dict[str, Any]:  # Any: an Engine; JSON
     """Inter-token times of a running stream: alone, beside restores, beside prompts as long that are computed. Each is
     new to the engine, whose cache cannot be reset while a stream runs.
     """
     from kvctl.core.context import Context
     from kvctl.engines.registry import open_engine
+    from scripts.bench.engine_table import spread
     from tests.vllm import tiny
 
     adapter = open_engine(engine.url, Context())
-    prompts = [tiny.tokens(tokens, 7_000_000 + number) for number in range(OTHERS)]
-    fresh = [tiny.tokens(tokens, 8_000_000 + number) for number in range(OTHERS)]
-    before = engine.info()["kv"]["stores"]
-    for prompt in prompts:
-        engine.complete(prompt, 1, kvctl={"push": True, "pull": False})
-    engine.stored(before + len(prompts))
+    prompts = [tiny.tokens(tokens, 7_000_000 + number) for number in range(count)]
+    fresh = [tiny.tokens(tokens, 8_000_000 + number) for number in range(count)]
+    store(engine, prompts)
     engine.reset()
     found: dict[str, Any] = {"tokens": tokens}
     adapter.samples(0)
@@ -224,59 +315,20 @@ def stream(engine: Any, tokens: int) -> dict[str, Any]:
 
         listener = threading.Thread(target=listen)
         listener.start()
-        count = 0
+        done = 0
         for prompt in others:
             if over.is_set():
                 break
             engine.complete(prompt, 1, kvctl=ask)
-            count += 1
+            done += 1
         listener.join()
         gaps = [sample.gap for sample in adapter.samples(began).samples]
-        found[name] = {**spread(gaps), "max": max(gaps), "others": count}
+        found[name] = {**spread(gaps), "max": max(gaps), "others": done}
     adapter.close()
     return found
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {
-        "n": len(ordered),
-        "p50": statistics.median(ordered),
-        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-    }
-
-
-def advice(model: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The length from which restoring was faster, and what `kv advise` makes of the measured inputs: the fitted
-    prefill, and the speed of the longest and the shortest restore.
-    """
-    from kvctl.kv.advise import Prefill, Restore, break_even, group_costs
-    from kvctl.kv.geometry import groups_of
-
-    groups = group_costs(groups_of(json.loads((model / "config.json").read_text()), dtype="F32"), "F32")
-    out: dict[str, Any] = {}
-    for place, rows in found["places"].items():
-        alone = {int(tokens): by_width["1"] for tokens, by_width in rows["tokens"].items() if "1" in by_width}
-        if len(alone) < 2:
-            continue
-        prefill = Prefill.fitted([(tokens, row["computed"]["p50"]) for tokens, row in alone.items()])
-        short, long = min(alone), max(alone)
-        seconds = alone[long]["restored"]["p50"] - alone[short]["restored"]["p50"]
-        moved = alone[long]["bytes_per_restore"] - alone[short]["bytes_per_restore"]
-        bandwidth = max(moved / seconds, 1.0) if seconds > 0 else 1e12
-        latency = max(0.0, alone[short]["restored"]["p50"] - alone[short]["bytes_per_restore"] / bandwidth)
-        wins = [tokens for tokens, row in alone.items() if row["restored"]["p50"] < row["computed"]["p50"]]
-        out[place] = {
-            "measured_from": min(wins) if wins else None,
-            "advised_from": break_even(groups, Restore(bandwidth, latency), prefill, longest=1 << 20),
-            "bandwidth": bandwidth,
-            "latency_s": latency,
-            "prefill": {"linear_s": prefill.linear, "quadratic_s": prefill.quadratic},
-        }
-    return out
-
-
-def say(place: str, tokens: int, width: int, rows: dict[str, Any]) -> None:
+def say(place: str, tokens: int, width: int, rows: dict[str, Any]) -> None:  # Any: JSON
     shown = "  ".join(
         f"{way} {1e3 * rows[way]['p50']:.0f}/{1e3 * rows[way]['p99']:.0f}"
         for way in ("computed", "own cache", "restored")
