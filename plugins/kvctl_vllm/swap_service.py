@@ -28,7 +28,7 @@ from kvctl_vllm.remote import Engine
 
 log = logging.getLogger("vllm.kvctl")
 MODES: Final = {"drain": "wait", "abort": "abort", "keep": "keep"}
-STEPS: Final = ("check", "stage", "pause", "save", "apply", "apply-late", "verify", "reset", "resume")
+STEPS: Final = ("check", "stage", "pause", "save", "apply", "apply-late", "verify", "reset", "resume", "back")
 POLL: Final = 0.05  # seconds between looks at what is being staged
 LONGEST_LEASE: Final = 600.0  # seconds that a reader of weights may hold updates up
 QUICK: Final = 30.0  # seconds for a pause with nothing to wait for
@@ -81,7 +81,7 @@ class SwapService:
                 details={"code": error.code},
             ) from error
         await self._readers()
-        applied = False
+        saved = applied = False
         began = time.monotonic()
         token = secrets.token_urlsafe(16) if asked.hold else ""
         try:
@@ -89,11 +89,12 @@ class SwapService:
                 self._gate.close(token)
                 await engine.pause(MODES[asked.in_flight], asked.drain if asked.in_flight == "drain" else QUICK)
                 self.paused = True
+            saved = True
             async with steps.step("save"):
                 await engine.call("kvctl_swap", "save")
             applied = True
             async with steps.step("apply"):
-                await engine.call("kvctl_swap", "apply", fail_late=asked.fail_at == "apply-late")
+                await engine.call("kvctl_swap", "apply", fail_late=asked.fail_at in {"apply-late", "back"})
             async with steps.step("verify"):
                 verified = await engine.call("kvctl_swap", "verify")
             async with steps.step("reset"):
@@ -102,7 +103,7 @@ class SwapService:
                 await engine.resume()
                 self.paused = False
         except Exception as error:
-            await self._undo(error, applied=applied)
+            await self._undo(error, saved=saved, applied=applied, fail=asked.fail_at == "back")
         said = await engine.call("kvctl_info")
         result = {
             "state": "serving",
@@ -135,17 +136,19 @@ class SwapService:
         while (left := min(self._leased_until, longest) - time.monotonic()) > 0:  # noqa: ASYNC110 - leases are renewed and ended
             await asyncio.sleep(min(left, POLL))
 
-    async def _undo(self, error: Exception, *, applied: bool) -> None:
-        """Back to the old weights. Always raises."""
+    async def _undo(self, error: Exception, *, saved: bool, applied: bool, fail: bool) -> None:
+        """Back to the old weights. Always raises. `fail`: rehearse that they do not come back."""
         log.warning("kvctl: the swap failed (%s); back to the old weights", error)
         try:
             if applied:
                 if not self.paused:
                     await self._engine.pause("abort", QUICK)
                     self.paused = True
-                await self._engine.call("kvctl_swap", "back")
+                await self._engine.call("kvctl_swap", "back", fail=fail)
                 await self._engine.reset(connector=True, running=True)
-            await self._engine.call("kvctl_swap", "done", keep=not applied)  # what an earlier swap kept stays
+            await self._engine.call(
+                "kvctl_swap", "done", keep=not saved
+            )  # what an earlier swap kept is there until then
             await self._engine.resume()
             self.paused = False
         except Exception as worse:
@@ -174,20 +177,27 @@ class SwapService:
     async def rollback(self) -> dict[str, Any]:  # Any: JSON
         """Raises NotFoundError when there is nothing to go back to."""
         async with self._busy:
-            if self._held is not None:
+            held = self._held is not None
+            if held:
                 self._take_held()
             elif (await self._engine.call("kvctl_info"))["kept"] is None:
                 raise NotFoundError("there are no weights to go back to", hint="swap with --keep-previous to keep them")
             await self._readers()
-            return await asyncio.shield(asyncio.ensure_future(self._rollback()))
+            return await asyncio.shield(asyncio.ensure_future(self._rollback(held=held)))
 
-    async def _rollback(self) -> dict[str, Any]:  # Any: JSON
+    async def _rollback(self, *, held: bool) -> dict[str, Any]:  # Any: JSON
+        """`held`: what runs is the test of weights that shall not serve, so it is not waited for."""
         steps, began = _Steps(""), time.monotonic()
         try:
             async with steps.step("pause"):
                 self._gate.close()
-                await self._engine.pause("wait", QUICK)
+                await self._engine.pause("abort" if held else "wait", QUICK)
                 self.paused = True
+        except TransientError:
+            if not held:
+                self._gate.open()  # requests did not end in time: nothing was changed
+            raise
+        try:
             async with steps.step("apply"):
                 await self._engine.call("kvctl_swap", "back")
             async with steps.step("reset"):
@@ -195,10 +205,6 @@ class SwapService:
             async with steps.step("resume"):
                 await self._engine.resume()
                 self.paused = False
-        except TransientError:
-            if not self.paused:
-                self._gate.open()  # requests did not end in time: nothing was changed
-            raise
         except Exception as error:
             raise NothingServesError(
                 "the old weights could not be brought back: nothing serves", cause=str(error)

@@ -146,15 +146,43 @@ def memory_of(engine: Engine) -> int:
 def test_a_failure_at_any_step_leaves_the_old_model(
     engine: Engine, adapter: EngineAdapter, pair: tuple[str, str], step: str
 ) -> None:
+    """Under requests, which hear nothing of it."""
     before, info = answer(engine), adapter.info()
-    with pytest.raises(SwapFailedError, match="old"):
-        adapter.swap(SwapRequest(pair[1], fail_at=step))
+    said: list[list[int]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            said.append(answer(engine))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    try:
+        with pytest.raises(SwapFailedError, match="old"):
+            adapter.swap(SwapRequest(pair[1], fail_at=step))
+    finally:
+        over.set()
+        asker.join()
     after = adapter.info()
     assert (after.digest, after.source, after.paused) == (info.digest, info.source, False)
     assert answer(engine) == before
+    assert said
+    assert all(words == before for words in said)
     weights = adapter.weights()
     assert weights.digest == digest(pair[0])
     adapter.release()
+    with pytest.raises(NotFoundError, match="go back to"):
+        adapter.rollback()
+
+
+def test_a_failure_before_anything_was_loaded_changes_nothing(
+    engine: Engine, adapter: EngineAdapter, pair: tuple[str, str]
+) -> None:
+    before, info = answer(engine), adapter.info()
+    with pytest.raises(KvctlError, match="rehearsed failure at check"):
+        adapter.swap(SwapRequest(pair[1], fail_at="check"))
+    assert adapter.info() == info
+    assert answer(engine) == before
 
 
 def test_what_does_not_fit_is_refused_before_anything_stops(
