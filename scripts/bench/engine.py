@@ -5,7 +5,7 @@ files, S3 (SeaweedFS) and two storage nodes; and what a running stream feels whi
                              [--tokens 512,1024,..] [--rounds 100] [--concurrency 1,4] [--others 24]
 
 One engine per model and place, one after the other; in each the ways are interleaved round by round: the same prompt
-from the engine's own cache, restored, and in one round of four computed. Of computed, which has nothing to do with the
+from the engine's own cache, restored, and in one of four or seven computed. Of computed, which has nothing to do with the
 place, all places' samples count together. `rounds` are requests of each way: four at once make a quarter of the rounds.
 smollm2 is SmolLM2-135M-Instruct as `scripts/demo --llm` leaves it in its cache. JSON to stdout (or --out), the tables
 by `scripts.bench.engine_table`, progress to stderr.
@@ -29,7 +29,6 @@ from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLACES = ("memory", "files", "s3", "nodes")
-COLD_EVERY: Final = 4  # rounds
 SHORT: Final = (32, 64, 96, 128, 192, 256, 384, 512)  # tokens; among these the crossover is looked for
 SHORT_ROUNDS: Final = 20
 BASE: Final = 16  # tokens; computing them takes what any request takes
@@ -37,16 +36,17 @@ BASE: Final = 16  # tokens; computing them takes what any request takes
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`others`: prompts that come in beside a stream, 0 for no stream."""
+    """`cold_every`: rounds. `others`: prompts that come in beside a stream, 0 for no stream."""
 
     tokens: tuple[int, ...]
     rounds: int
     widths: tuple[int, ...]
+    cold_every: int
     others: int
 
 
-TINY: Final = Plan((512, 1024, 2048, 4096, 8192), 100, (1, 4), 24)
-LARGER: Final = Plan((512, 1024, 2048), 20, (1,), 0)  # a prompt of 2,048 takes seconds
+TINY: Final = Plan((512, 1024, 2048, 4096, 8192), 100, (1, 4), 4, 24)
+LARGER: Final = Plan((512, 1024, 2048), 20, (1,), 7, 0)  # a prompt of 2,048 takes seconds
 
 
 def main() -> None:
@@ -82,6 +82,7 @@ def plan_of(name: str, chosen: argparse.Namespace) -> Plan:
         own.tokens if chosen.tokens is None else numbers(chosen.tokens),
         own.rounds if chosen.rounds is None else chosen.rounds,
         own.widths if chosen.concurrency is None else numbers(chosen.concurrency),
+        own.cold_every,
         own.others if chosen.others is None else chosen.others,
     )
 
@@ -191,7 +192,7 @@ def measure(
             store(engine, prompts)
             for width in plan.widths:
                 own = computed.setdefault((tokens, width), [])
-                rows = ways(engine, prompts[:width], -(-plan.rounds // width), own)
+                rows = ways(engine, prompts[:width], -(-plan.rounds // width), plan.cold_every, own)
                 found["tokens"].setdefault(str(tokens), {})[str(width)] = rows
                 say(log.stem, tokens, width, rows)
         found |= crossover(engine)
@@ -207,7 +208,9 @@ def store(engine: Any, prompts: Sequence[Sequence[int]]) -> None:  # Any: an Eng
     engine.stored(before + len(prompts))
 
 
-def ways(engine: Any, prompts: Sequence[Sequence[int]], rounds: int, computed: list[float]) -> dict[str, Any]:
+def ways(
+    engine: Any, prompts: Sequence[Sequence[int]], rounds: int, cold_every: int, computed: list[float]
+) -> dict[str, Any]:  # Any: an Engine; JSON
     """Times to first token of these stored prompts at once, in seconds."""
     from scripts.bench.engine_table import spread
 
@@ -220,7 +223,7 @@ def ways(engine: Any, prompts: Sequence[Sequence[int]], rounds: int, computed: l
     times: dict[str, list[float]] = {"computed": [], "own cache": [], "restored": []}
     start = engine.info()["kv"]
     for number in range(rounds):
-        if number % COLD_EVERY == 0:
+        if number % cold_every == 0:
             engine.reset()
             times["computed"] += at_once(cold, prompts)
         times["own cache"] += at_once(cold, prompts)
