@@ -5,10 +5,10 @@ files, S3 (SeaweedFS) and two storage nodes; and what a running stream feels whi
                              [--tokens 512,1024,..] [--rounds 100] [--concurrency 1,4] [--others 24]
 
 One engine per model and place, one after the other; in each the ways are interleaved round by round: the same prompt
-from the engine's own cache, restored, and in one of four or seven computed. Of computed, which has nothing to do with the
-place, all places' samples count together. `rounds` are requests of each way: four at once make a quarter of the rounds.
-smollm2 is SmolLM2-135M-Instruct as `scripts/demo --llm` leaves it in its cache. JSON to stdout (or --out), the tables
-by `scripts.bench.engine_table`, progress to stderr.
+from the engine's own cache, restored, and in one of four or seven rounds computed. Of computed, which has nothing to do
+with the place, all places' samples count together. `rounds` are requests of each way: four at once make a quarter of
+the rounds. smollm2 is SmolLM2-135M-Instruct as `scripts/demo --llm` leaves it in its cache. JSON to stdout (or --out),
+the tables by `scripts.bench.engine_table`, progress to stderr.
 """
 
 from __future__ import annotations
