@@ -292,7 +292,9 @@ def decimal_text(value: float) -> str:
 
 
 def lora_scale(adapter_config: bytes, where: str) -> str:
-    """The adapter's factor as decimal text, from its adapter_config.json. Raises UsageError."""
+    """The adapter's factor as decimal text, from its adapter_config.json. Raises UsageError, IncompatibleError for one
+    whose modules have factors of their own.
+    """
     try:
         config = json.loads(adapter_config)
         rank, alpha = config["r"], config["lora_alpha"]
@@ -303,6 +305,12 @@ def lora_scale(adapter_config: bytes, where: str) -> str:
             cause=f"{type(problem).__name__}: {problem}",
             hint="name a PEFT folder",
         ) from None
+    if config.get("alpha_pattern"):
+        raise IncompatibleError(
+            f"the adapter in {where} has other scales for some of its modules",
+            cause="its alpha_pattern is not empty, and one scale is all that the identity of KV holds",
+            hint="KV made with it is not stored; merge the factors into its tensors",
+        )
     return decimal_text(scale)
 
 

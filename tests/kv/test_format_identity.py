@@ -78,6 +78,8 @@ def test_k2_adapters_count_by_digest_and_scale() -> None:
     assert identity.lora_scale(b'{"r": 16, "lora_alpha": 8, "use_rslora": true}', "x") == "2"
     with pytest.raises(UsageError):
         identity.lora_scale(b'{"r": 0, "lora_alpha": 8}', "x")
+    with pytest.raises(IncompatibleError, match="other scales"):
+        identity.lora_scale(b'{"r": 16, "lora_alpha": 8, "alpha_pattern": {"q_proj": 4}}', "x")
 
 
 @pytest.mark.parametrize(
