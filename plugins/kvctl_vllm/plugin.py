@@ -8,6 +8,7 @@ from typing import Any, Final
 
 TESTED: Final = ("0.32",)
 """Releases of vLLM that the tests ran with. Others get a warning, not a refusal: the interfaces used are public."""
+_OURS: Final = "_kvctl"  # marks what was replaced already
 
 log = logging.getLogger("vllm.kvctl")  # vLLM shows what is below 'vllm'
 
@@ -39,11 +40,24 @@ def register() -> None:
 
 
 def keep_weights_readable() -> None:
-    """On CPUs in float32 vLLM hands linear layers to oneDNN, which packs their weights and leaves none to read: a
-    checkpoint, a digest or a rollback would miss them. torch's own kernels are as fast there.
+    """On CPUs vLLM hands linear layers to oneDNN, and in bfloat16 small ones to kernels for AMX; both pack the weights
+    and leave none to read: a checkpoint, a digest or a rollback would miss them. torch's own kernels are used instead;
+    in float32 they are as fast. int8 is left alone: its weights were never those of the checkpoint.
     """
+    import torch
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
 
-    settings: Any = ops  # Any: a module's private switch, which other releases may lack
+    settings: Any = ops  # Any: private switches, which other releases may lack
     if hasattr(settings, "_supports_onednn"):
         settings._supports_onednn = False
+    layers: Any = utils
+    packs = getattr(layers, "check_cpu_sgl_kernel", None)
+    if packs is None or hasattr(packs, _OURS):
+        return
+
+    def packs_int8(n: int, k: int, dtype: torch.dtype) -> bool:
+        return dtype == torch.int8 and bool(packs(n, k, dtype))
+
+    setattr(packs_int8, _OURS, True)
+    layers.check_cpu_sgl_kernel = packs_int8
