@@ -88,3 +88,13 @@ def seaweed3_stores(seaweed3: Sequence[SeaweedFS]) -> Callable[[], tuple[StoreCo
         return tuple(server.store("kvctl-tests", prefix) for server in seaweed3)
 
     return make
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests counted and timed belongs into the log, also of a run where everything passed."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    figures = [pair for report in reports for pair in report.user_properties]
+    if figures:
+        terminalreporter.section("figures")
+        for name, value in figures:
+            terminalreporter.line(f"{name}: {value}")

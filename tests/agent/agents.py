@@ -106,12 +106,14 @@ def python(code: str, socket: str, *, stdout: int = subprocess.PIPE) -> subproce
     )
 
 
-def kvctl(*arguments: str, socket: str, state: Path) -> tuple[int, dict[str, Any], str]:  # Any: JSON
+def kvctl(
+    *arguments: str, socket: str, state: Path, seconds: float = DEADLINE
+) -> tuple[int, dict[str, Any], str]:  # Any: JSON
     """Run the program: its exit code, its document (or the error's), stderr."""
     environment = {**os.environ, "KVCTL_AGENT_SOCKET": socket, "KVCTL_STATE_DIR": str(state)}
     done = subprocess.run(
         [sys.executable, "-m", "kvctl", "-o", "json", *arguments],
-        capture_output=True, text=True, env=environment, timeout=DEADLINE, check=False,
+        capture_output=True, text=True, env=environment, timeout=seconds, check=False,
     )  # fmt: skip
     if done.returncode:
         return done.returncode, json.loads(done.stderr.splitlines()[-1])["error"], done.stderr

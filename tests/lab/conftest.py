@@ -16,13 +16,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.rdma)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the devices counted belongs into the log, also of a run where everything passed."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    figures = [pair for report in reports for pair in report.user_properties]
-    if figures:
-        terminalreporter.section("figures of the RDMA lab")
-        for name, value in figures:
-            terminalreporter.line(f"{name}: {value}")

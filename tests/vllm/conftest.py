@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvctl.cli.demo_models import fetch_smollm2
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.repo.repo import Repo
@@ -55,6 +56,14 @@ def models(place: Path) -> Callable[..., Path]:
         return folder if folder.exists() else tiny.make(folder, kind, seed=seed, **more)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in BF16, from the user's cache; the first time it is fetched and made, which takes a while.
+    Of the session's scope, as each test has a home of its own.
+    """
+    return Path(fetch_smollm2(print))
 
 
 @pytest.fixture(scope="session")
