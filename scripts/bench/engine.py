@@ -122,13 +122,12 @@ def run(name: str, chosen: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
 
 
 def model_folder(name: str, root: Path) -> Path:
-    from kvctl.cli.demo import cached
-    from kvctl.cli.demo_llm import FOLDER
+    from kvctl.cli.demo_models import SMOLLM2, cached
     from tests.vllm import tiny
 
     if name == "tiny":  # 19 million parameters
         return tiny.make(root / "model", layers=4, hidden=256, vocab_size=32000)
-    folder = Path(cached(FOLDER)) if name == "smollm2" else Path(name)
+    folder = Path(cached(SMOLLM2)) if name == "smollm2" else Path(name)
     if not (folder / "config.json").exists():
         hint = ": `scripts/demo --llm` makes it, once" if name == "smollm2" else ""
         raise SystemExit(f"there is no model in {folder}{hint}")
