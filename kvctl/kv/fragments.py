@@ -8,6 +8,7 @@ whoever reads them can plan once for all of them.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, overload
@@ -81,7 +82,7 @@ class FragmentTable(Sequence[Fragment]):
 @lru_cache(maxsize=32)
 def _plain_columns(
     places: tuple[Place, ...], header: int, width: int
-) -> tuple[list[int], list[int], tuple[list[int], ...], int]:
+) -> tuple[list[int], list[int], tuple[memoryview, ...], int]:
     """Of raw fragments behind a header of `header` bytes: their offsets, sizes, the first three words of each entry
     of the table as they must be then, and the size of the pack.
     """
@@ -92,7 +93,8 @@ def _plain_columns(
         at = offsets[-1] + place.raw
     sizes = [place.raw for place in places]
     kind = codecs.CODECS.index(codecs.NONE) | width << 8
-    return offsets, sizes, (offsets, [size | size << 32 for size in sizes], [kind] * len(places)), at
+    columns = (offsets, [size | size << 32 for size in sizes], [kind] * len(places))
+    return offsets, sizes, tuple(memoryview(array("Q", column)) for column in columns), at
 
 
 def plain_table(geometry: PackGeometry) -> FragmentTable:
@@ -108,7 +110,7 @@ def parse_fragments(geometry: PackGeometry, table: memoryview, pack_size: int, w
     offsets, sizes, columns, end = _plain_columns(places, geometry.header_size, geometry.element)
     if pack_size == end and sys.byteorder == "little":
         words = memoryview(bytes(table)).cast("Q")
-        if all(words[number::_WORDS].tolist() == column for number, column in enumerate(columns)):
+        if all(words[number::_WORDS] == column for number, column in enumerate(columns)):
             return FragmentTable(places, offsets, sizes, None, geometry.element, words[_WORDS - 1 :: _WORDS])
     return _coded(geometry, table, pack_size, where)
 

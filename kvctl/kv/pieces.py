@@ -55,7 +55,8 @@ class Step(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One ranged read of a pack: whole fragments that follow each other. `needed`: bytes, as stored, of it that the
-    layout asks for. `layers`: those it belongs to.
+    layout asks for. `layers`: those it belongs to. `straight`: the numbers of its fragments, where all of them go to
+    the receiver's memory as they are and nothing is between them; then `slices` has the place of each in its view.
     """
 
     offset: int
@@ -63,6 +64,9 @@ class Piece:
     needed: int
     layers: tuple[int, ...]
     steps: tuple[Step, ...]
+    straight: slice | None = None
+    views: tuple[int, ...] = ()
+    slices: tuple[slice, ...] = ()
 
 
 def plan(header: PackHeader, want: Want) -> Sequence[Piece]:
@@ -134,4 +138,10 @@ def _piece(geometry: PackGeometry, want: Want, first: int, run: Sequence[Fragmen
         else:
             steps.append(Step(number, STAGED, 0, stored))
     layers = tuple(dict.fromkeys(fragment.place.layer for fragment in run))
-    return Piece(run[0].offset, run[-1].end - run[0].offset, needed, layers, tuple(steps))
+    length = run[-1].end - run[0].offset
+    if any(step.view == STAGED for step in steps):
+        return Piece(run[0].offset, length, needed, layers, tuple(steps))
+    return Piece(
+        run[0].offset, length, needed, layers, tuple(steps), slice(first, first + len(run)),
+        tuple(step.view for step in steps), tuple(slice(step.at, step.at + step.nbytes) for step in steps),
+    )  # fmt: skip

@@ -176,6 +176,24 @@ class TransportContract:
         _assert_failed(drive(transport, [late])[4], SizeMismatchError, str(SIZE))
         del parts, late
 
+    def test_landed_is_told_at_most_once_and_of_reads_that_are_done_only(
+        self, case: TransportCase, transport: Transport, buffer: GuardedBuffer
+    ) -> None:
+        version = case.raw_put("k", DATA)
+        told: list[tuple[int, bytes]] = []
+        ops = [
+            Op(
+                number, "read", key, 0, 4096, buffer, number * 4096, version if key == "k" else None,
+                landed=lambda n=number: told.append((n, bytes(buffer.view[n * 4096 : (n + 1) * 4096]))),  # type: ignore[misc]
+            )
+            for number, key in enumerate(["k", "no/such", "k", "k"])
+        ]  # fmt: skip
+        done = drive(transport, ops)
+        assert [done[number].status is Status.DONE for number in range(4)] == [True, False, True, True]
+        assert len(told) == len({number for number, _ in told})
+        assert {number for number, _ in told} <= {0, 2, 3}
+        assert {data for _, data in told} <= {DATA[:4096]}
+
     def test_many_operations_in_flight_end_once_each(
         self, case: TransportCase, transport: Transport, buffer: GuardedBuffer
     ) -> None:

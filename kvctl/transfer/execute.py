@@ -16,10 +16,11 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from kvctl.core.context import Context
@@ -36,7 +37,7 @@ from kvctl.core.units import format_size
 from kvctl.memory.arena import Arena
 from kvctl.memory.buffers import Buffer
 from kvctl.transfer.lanes import Lane, percentile
-from kvctl.transfer.tasks import Place, RunStats, Spread, Task, as_parts, spread_out
+from kvctl.transfer.tasks import Place, RunStats, Spread, Task, as_parts, spread_out, staged_bytes
 from kvctl.transports.api import Completion, Op, Status
 
 TICK: Final = 0.05  # seconds between looks at deadlines, delayed retries and hedges
@@ -73,6 +74,7 @@ class _Attempt:
     scratch: int | None = None
     spread: Spread | None = None  # where the transport itself puts the bytes
     lost: bool = False  # another attempt has won; what this one brings is not used
+    handed: bool | BaseException = False  # over, on the thread that moved the bytes; or what came of that
 
 
 class Executor:
@@ -117,6 +119,7 @@ class Executor:
         self._recent: deque[float] = deque(maxlen=MEMORY)
         self._error: BaseException | None = None
         self._over = False
+        self._handing = 0  # threads of transports that hand over just now
         self._last_progress = 0.0
         self._pool: ThreadPoolExecutor | None = None
         self.stats = RunStats()
@@ -152,6 +155,8 @@ class Executor:
                     self._cv.notify_all()
                 for driver in drivers:
                     driver.join()
+                with self._cv:
+                    self._cv.wait_for(lambda: not self._handing)
         if self._hedge_arena is not None:
             self._hedge_arena.close()
         self.stats.seconds = time.monotonic() - started
@@ -411,8 +416,14 @@ class Executor:
         parts = task.parts if attempt.spread is None else as_parts(attempt.spread, buffer.view, offset)
         return Op(
             attempt.op_id, task.kind, place.key, task.offset, task.length, buffer, offset, place.version,
-            task.object_size, task.priority, parts,
+            task.object_size, task.priority, parts, landed=self._early(attempt),
         )  # fmt: skip
+
+    def _early(self, attempt: _Attempt) -> Callable[[], None] | None:
+        """What hands over on the thread that moved the bytes, where they land where they belong."""
+        task = attempt.state.task
+        here = attempt.scratch is None and (task.spread is None or attempt.spread is not None)
+        return partial(self._landed, attempt) if task.at_once and here and task.kind == "read" else None
 
     # -- completions -------------------------------------------------------------------------------------
 
@@ -550,6 +561,10 @@ class Executor:
 
     def _finish(self, state: _State, attempt: _Attempt) -> None:
         state.finishing = True
+        outcome, attempt.handed = attempt.handed, False  # an error's frames know the attempt
+        if outcome:
+            self._handed(state, attempt, outcome)
+            return
         placed = state.task.spread is None or attempt.spread is not None
         if state.task.on_bytes is None and attempt.scratch is None and placed:
             self._done(state)
@@ -559,29 +574,49 @@ class Executor:
         self._pool.submit(self._hand_over, state, attempt)
 
     def _hand_over(self, state: _State, attempt: _Attempt) -> None:
+        outcome = self._outcome(state, attempt)
+        with self._cv:
+            self._free_scratch(attempt)
+            self._handed(state, attempt, outcome)
+            self._tell()
+
+    def _landed(self, attempt: _Attempt) -> None:
+        """Hand over before the transport says that it is done; not when nobody waits for that any more."""
+        state = attempt.state
+        with self._cv:
+            if self._over:
+                return
+            self._handing += 1
+            state.finishing = True  # a hedge would come too late
+        attempt.handed = self._outcome(state, attempt)
+        with self._cv:
+            self._handing -= 1
+            if self._over:
+                self._cv.notify_all()
+
+    def _outcome(self, state: _State, attempt: _Attempt) -> bool | BaseException:
         task = state.task
         try:
             view = self._destination(state)
             if attempt.scratch is not None and self._hedge_arena is not None:
                 view[:] = self._hedge_arena.buffer.view[attempt.scratch : attempt.scratch + task.length]
             if attempt.spread is not None:
-                view = view[: sum(item for item in attempt.spread if isinstance(item, int))]
+                view = view[: staged_bytes(attempt.spread)]
             elif task.spread is not None:
                 view = spread_out(view, task.spread())
             if task.on_bytes is not None:
                 task.on_bytes(task, view)
-        except IntegrityError as error:
-            with self._cv:
-                self._free_scratch(attempt)
-                self._corrupt(state, attempt, error)
-                self._tell()
         except BaseException as error:
-            self._fatal(error)
+            return error
+        return True
+
+    def _handed(self, state: _State, attempt: _Attempt, outcome: bool | BaseException) -> None:
+        if isinstance(outcome, IntegrityError):
+            self._corrupt(state, attempt, outcome)
+        elif isinstance(outcome, BaseException):
+            self._error = self._error or outcome
         else:
-            with self._cv:
-                self._free_scratch(attempt)
-                self._done(state)
-                self._tell()
+            self._done(state)
 
     def _destination(self, state: _State) -> memoryview:
         task = state.task

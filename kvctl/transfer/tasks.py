@@ -27,7 +27,7 @@ Spread = Sequence[memoryview | int]
 
 def as_parts(spread: Spread, arena: memoryview, at: int) -> tuple[memoryview, ...]:
     """The spread as views: what goes through the arena, from `at` on in one piece."""
-    if all(isinstance(item, memoryview) for item in spread):
+    if not staged_bytes(spread):
         return tuple(spread)  # type: ignore[arg-type]  # as the line above says
     parts: list[memoryview] = []
     for item in spread:
@@ -37,6 +37,13 @@ def as_parts(spread: Spread, arena: memoryview, at: int) -> tuple[memoryview, ..
             parts.append(arena[at : at + item])
             at += item
     return tuple(parts)
+
+
+def staged_bytes(spread: Spread) -> int:
+    """How many bytes go through the arena."""
+    if int not in set(map(type, spread)):  # thousands of views a second: no step of Python for each
+        return 0
+    return sum(item for item in spread if isinstance(item, int))
 
 
 def spread_out(view: memoryview, spread: Spread) -> memoryview:
@@ -59,7 +66,8 @@ class Task:
 
     `buffer` None: the bytes land in a slot of the executor's arena, which is free again when `on_bytes`
     returns. `on_bytes(task, view)` verifies and hands over, on a worker thread; an IntegrityError from it makes
-    the executor try another place. Lower `priority` first.
+    the executor try another place. `at_once`: it waits for nothing, so that a thread that moves bytes may call it.
+    Lower `priority` first.
 
     `spread`, without a buffer: a read whose bytes go to several places. It is called for each attempt, under the
     executor's lock. Transports with `scatter` move the bytes there themselves; else they go through the arena. The
@@ -80,6 +88,7 @@ class Task:
     priority: int = 0
     spread: Callable[[], Spread] | None = None
     parts: tuple[memoryview, ...] = ()
+    at_once: bool = False
 
 
 @dataclass(slots=True)
@@ -125,9 +134,11 @@ class StageClock:
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            with self._lock:
-                self._busy[stage] = self._busy.get(stage, 0.0) + spent
+            self.add(stage, time.perf_counter() - start)
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._busy[stage] = self._busy.get(stage, 0.0) + seconds
 
     def busy(self) -> Mapping[str, float]:
         with self._lock:

@@ -176,6 +176,8 @@ class Op:
     filled or written, and nothing of `buffer`.
     `pace`: called before each piece of a write moves, with its bytes; it may wait. What a transport does not ask for
     piece by piece it moves in one go.
+    `landed`: a transport may call it, at most once, on the thread that moved the bytes of a read that will be DONE and
+    before it tells so, but not before the read could be DONE. It raises nothing.
     """
 
     id: int
@@ -190,6 +192,7 @@ class Op:
     priority: int = 0
     parts: tuple[memoryview, ...] = ()
     pace: Callable[[int], None] | None = None
+    landed: Callable[[], None] | None = None
 
     @property
     def view(self) -> memoryview:

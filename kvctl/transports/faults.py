@@ -174,6 +174,7 @@ class FaultyTransport(TransportWrapper):
                 continue
             if rules:
                 self._pending[op.id] = (op, rules)
+                op = replace(op, landed=None)  # what lands is not yet what the rules make of it
             passed.append(op)
         self.inner.submit(passed)
 

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +18,9 @@ from kvctl.core.errors import EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
 
+# Bytes/s. A read that came faster came out of memory: its thread can as well look at the bytes (`Op.landed`). One that
+# came slower was waited for: its thread asks for the next bytes, and others look.
+FROM_MEMORY: Final = 0.25e9
 # A write with `Op.pace` moves at most this much between two calls of it: about a millisecond's work.
 PACED_PIECE: Final = 1 << 20
 
@@ -48,6 +52,7 @@ class ThreadedTransport(ABC):
     """
 
     name = "threaded"
+    lands = False  # whether `Op.landed` is called
 
     def __init__(self, capabilities: Capabilities, *, threads: int | None = None) -> None:
         """`threads`: workers, where fewer than `max_in_flight` serve best (the others' operations wait in line)."""
@@ -55,6 +60,8 @@ class ThreadedTransport(ABC):
         self._workers = threads or capabilities.max_in_flight
         self._inbox: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        # what the driver need not be woken for: it is told with what comes next
+        self._told_later: deque[Completion] = deque()
         self._cancelled: set[int] = set()
         self._queued: set[int] = set()
         self._running: set[int] = set()
@@ -112,6 +119,8 @@ class ThreadedTransport(ABC):
                 done.append(self._outbox.get_nowait())
         except queue.Empty:
             pass
+        while self._told_later:
+            done.append(self._told_later.popleft())
         with self._lock:
             self._outstanding -= len(done)
         return done
@@ -141,21 +150,33 @@ class ThreadedTransport(ABC):
 
     def _work(self) -> None:
         try:
-            while (op := self._inbox.get()) is not None:
-                ended = self._run(op)
+            op = self._inbox.get()
+            while op is not None:
+                ended, landed = self._run(op)
                 del op  # and with it the views of its parts
+                if landed:
+                    # nobody waits for this one: with the next at hand, the driver may sleep until there is more to do
+                    try:
+                        op = self._inbox.get_nowait()
+                    except queue.Empty:
+                        pass
+                    else:
+                        self._told_later.append(ended)
+                        continue
                 self._outbox.put(ended)
                 self.tell()
+                op = self._inbox.get()
         finally:
             self.close_worker()
 
-    def _run(self, op: Op) -> Completion:
+    def _run(self, op: Op) -> tuple[Completion, bool]:
+        """How it ended, and whether that was told to `Op.landed`."""
         started = time.monotonic()
         with self._lock:
             self._queued.discard(op.id)
             if self._closed or op.id in self._cancelled:
                 self._cancelled.discard(op.id)
-                return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0)
+                return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0), False
             self._running.add(op.id)
         status, error, requests = Status.DONE, None, 1
         try:
@@ -180,8 +201,14 @@ class ThreadedTransport(ABC):
                 self._cancelled.discard(op.id)
         if error is not None:
             forget_frames(error)
-        moved = op.length if status is Status.DONE else 0
-        return Completion(op.id, status, moved, error, started, time.monotonic(), requests)
+        finished = time.monotonic()
+        if status is not Status.DONE:
+            return Completion(op.id, status, 0, error, started, finished, requests), False
+        done = Completion(op.id, status, op.length, None, started, finished, requests)
+        if op.landed is None or not self.lands or op.length < FROM_MEMORY * (finished - started):
+            return done, False
+        op.landed()
+        return done, True
 
 
 def forget_frames(error: BaseException | None) -> None:

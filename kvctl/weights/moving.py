@@ -184,7 +184,12 @@ class Loading:
 
         if self._staged(run):
             return Task(
-                run.places, run.offset, run.length, object_size=run.object_size, on_bytes=on_bytes if finish else None
+                run.places,
+                run.offset,
+                run.length,
+                object_size=run.object_size,
+                on_bytes=on_bytes if finish else None,
+                at_once=self._computes,
             )
         assert run.dest is not None
         landing = self._landing(run)
@@ -196,7 +201,13 @@ class Loading:
             buffer=landing.buffer,
             buffer_offset=landing.data_start + run.dest,
             on_bytes=on_bytes if finish else None,
+            at_once=self._computes,
         )
+
+    @property
+    def _computes(self) -> bool:
+        """Whether `_land` waits for nothing."""
+        return True
 
     @property
     def _forgets(self) -> bool:

@@ -298,6 +298,10 @@ class DeviceLoading(Loading):
     def _slots_of(self, nbytes: int) -> Buffer:
         return self.device.devices[0].staging(nbytes)
 
+    @property
+    def _computes(self) -> bool:
+        return False  # copies to and from the device are waited for
+
     def _landing(self, run: Run) -> Landing:
         return self.device.placed[run.output]
 

@@ -31,6 +31,7 @@ RESERVED: Final = 1 << 20
 
 class FileTransport(ThreadedTransport):
     name = "file"
+    lands = True
 
     def __init__(self, store: FileStore, *, direct: bool, threads: int) -> None:
         # one more in line for each thread: it goes on without waiting for the driver
@@ -98,15 +99,16 @@ class FileTransport(ThreadedTransport):
             done += moved
 
     def _read_parts(self, op: Op, path: str, fd: int) -> None:
-        offset, left = op.offset, [view for view in op.parts if len(view)]
-        while left:
+        offset, end, left = op.offset, op.offset + op.length, [*filter(len, op.parts)]
+        while offset < end:
             if self.is_cancelled(op.id):
                 raise OpCancelledError
             moved = os.preadv(fd, left[:MOST], offset)
             if moved == 0:
-                raise SizeMismatchError(f"{path} ended at byte {offset}, wanted up to {op.offset + op.length}")
+                raise SizeMismatchError(f"{path} ended at byte {offset}, wanted up to {end}")
             offset += moved
-            advance(left, moved)
+            if offset < end:
+                advance(left, moved)
 
     def _read_direct(self, op: Op, path: str, buffered: int, view: memoryview) -> None:
         """The aligned middle by O_DIRECT, the ragged ends through the page cache. Memory that is not congruent

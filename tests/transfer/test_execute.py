@@ -30,6 +30,7 @@ from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import Lane, open_lanes, open_member
 from kvctl.transfer.tasks import Place, Task
+from kvctl.transports import threaded
 from kvctl.transports.api import Capabilities, Op, Registration
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 
@@ -47,8 +48,10 @@ class Scripted(ThreadedTransport):
 
     name = "scripted"
 
-    def __init__(self, script: object = None, in_flight: int = 4, *, scatter: bool = False) -> None:
-        super().__init__(Capabilities(max_in_flight=in_flight, scatter=scatter))
+    def __init__(
+        self, script: object = None, in_flight: int = 4, *, scatter: bool = False, threads: int | None = None
+    ) -> None:
+        super().__init__(Capabilities(max_in_flight=in_flight, scatter=scatter), threads=threads)
         self.script = script
         self.seen: list[int] = []
         self.release = threading.Event()
@@ -224,7 +227,12 @@ def test_a_changed_object_fails_even_when_a_replica_has_the_old_one() -> None:
     buffer.close()
 
 
-def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threaded, "FROM_MEMORY", 0.0)
+
     def slow_once(transport: Scripted, op: Op) -> None:
         if op.offset == 5 * PIECE:
             while not transport.is_cancelled(op.id):
@@ -234,8 +242,10 @@ def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over()
 
     handed: list[tuple[int, bytes]] = []
     buffer = HostBuffer(len(DATA))
-    lanes = lanes_of(Scripted(slow_once), Scripted(lambda t, o: time.sleep(0.001)))
-    tasks = pieces([0, 1], buffer, on_bytes=lambda task, view: handed.append((task.offset, bytes(view))))
+    lanes = lanes_of(Landing(slow_once), Landing(lambda t, o: time.sleep(0.001)))
+    tasks = pieces(
+        [0, 1], buffer, on_bytes=lambda task, view: handed.append((task.offset, bytes(view))), at_once=at_once
+    )
     stats = Executor(lanes, context()).run(tasks)
     close(lanes)
     assert bytes(buffer.view) == DATA
@@ -244,7 +254,92 @@ def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over()
     buffer.close()
 
 
-def test_corrupt_bytes_are_read_again_then_elsewhere() -> None:
+class Landing(Scripted):
+    """Tells of bytes on the thread that moved them."""
+
+    lands = True
+
+
+@pytest.fixture
+def from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read counts as fast."""
+    monkeypatch.setattr(threaded, "FROM_MEMORY", 0.0)
+
+
+@pytest.mark.usefixtures("from_memory")
+@pytest.mark.parametrize(
+    ("lands", "at_once", "threads"),
+    [(True, True, "kvctl-scripted"), (True, False, "kvctl-finish"), (False, True, "kvctl-finish")],
+)
+def test_what_waits_for_nothing_runs_on_the_thread_that_moved_the_bytes(
+    lands: bool, at_once: bool, threads: str
+) -> None:
+    names: list[str] = []
+
+    def look(task: Task, view: memoryview) -> None:
+        assert view == DATA[task.offset : task.offset + task.length]
+        names.append(threading.current_thread().name)
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Landing() if lands else Scripted())
+    stats = Executor(lanes, context()).run(pieces([0], buffer, on_bytes=look, at_once=at_once))
+    close(lanes)
+    assert len(names) == stats.requests == stats.tasks == len(DATA) // PIECE
+    assert stats.bytes == len(DATA)
+    assert all(name.startswith(threads) for name in names)
+    buffer.close()
+
+
+def test_what_came_slowly_is_looked_at_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threaded, "FROM_MEMORY", 1e18)
+    names: list[str] = []
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Landing())
+    look = lambda task, view: names.append(threading.current_thread().name)  # noqa: E731
+    Executor(lanes, context()).run(pieces([0], buffer, on_bytes=look, at_once=True))
+    close(lanes)
+    assert len(names) == len(DATA) // PIECE
+    assert all(name.startswith("kvctl-finish") for name in names)
+    buffer.close()
+
+
+@pytest.mark.usefixtures("from_memory")
+def test_the_driver_sleeps_while_there_is_more_at_hand() -> None:
+    """What was told to `landed` is polled with the last one that is in line."""
+    started = threading.Event()
+    transport = Landing(lambda t, o: started.wait(), in_flight=8, threads=1)
+    buffer = HostBuffer(8 * PIECE)
+    told: list[int] = []
+    transport.submit(
+        [
+            Op(number, "read", "k", number * PIECE, PIECE, buffer, number * PIECE, landed=partial(told.append, number))
+            for number in range(8)
+        ]
+    )
+    started.set()
+    done = transport.poll(None)
+    assert told == [item.id for item in sorted(done, key=lambda item: item.started)] == list(range(8))
+    assert transport.poll(0) == []
+    transport.close()
+    buffer.close()
+
+
+@pytest.mark.usefixtures("from_memory")
+def test_an_error_at_hand_over_ends_the_run_also_on_the_thread_that_moved_the_bytes() -> None:
+    def fail(task: Task, view: memoryview) -> None:
+        raise NotFoundError("nowhere to put it")
+
+    buffer = HostBuffer(len(DATA))
+    lanes = lanes_of(Landing())
+    with pytest.raises(NotFoundError, match="nowhere to put it"):
+        Executor(lanes, context()).run(pieces([0], buffer, on_bytes=fail, at_once=True))
+    close(lanes)
+    buffer.close()
+
+
+@pytest.mark.usefixtures("from_memory")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_corrupt_bytes_are_read_again_then_elsewhere(at_once: bool) -> None:
     def corrupt(transport: Scripted, op: Op) -> None:
         return
 
@@ -258,22 +353,24 @@ def test_corrupt_bytes_are_read_again_then_elsewhere() -> None:
             raise AssertionError("wrong bytes handed over")
 
     buffer = HostBuffer(len(DATA))
-    lanes = lanes_of(Scripted(corrupt), Scripted())
-    stats = Executor(lanes, context(), hedge=False).run(pieces([0, 1], buffer, on_bytes=verify))
+    lanes = lanes_of(Landing(corrupt), Landing())
+    stats = Executor(lanes, context(), hedge=False).run(pieces([0, 1], buffer, on_bytes=verify, at_once=at_once))
     close(lanes)
     assert seen[0] == 3
     assert stats.retries == 2
     buffer.close()
 
 
-def test_bytes_that_stay_corrupt_fail() -> None:
+@pytest.mark.usefixtures("from_memory")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_bytes_that_stay_corrupt_fail(at_once: bool) -> None:
     def verify(task: Task, view: memoryview) -> None:
         raise IntegrityError("leaf 0 of k is wrong")
 
     buffer = HostBuffer(len(DATA))
-    lanes = lanes_of(Scripted())
+    lanes = lanes_of(Landing())
     with pytest.raises(IntegrityError):
-        Executor(lanes, context()).run(pieces([0], buffer, on_bytes=verify))
+        Executor(lanes, context()).run(pieces([0], buffer, on_bytes=verify, at_once=at_once))
     close(lanes)
     buffer.close()
 
