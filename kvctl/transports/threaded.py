@@ -18,9 +18,6 @@ from kvctl.core.errors import EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
 
-# Bytes/s. A read that came faster came out of memory: its thread can as well look at the bytes (`Op.landed`). One that
-# came slower was waited for: its thread asks for the next bytes, and others look.
-FROM_MEMORY: Final = 0.25e9
 # A write with `Op.pace` moves at most this much between two calls of it: about a millisecond's work.
 PACED_PIECE: Final = 1 << 20
 
@@ -80,6 +77,12 @@ class ThreadedTransport(ABC):
 
     def close_worker(self) -> None:
         return
+
+    def waited(self) -> int:
+        """A count of this thread that grows when a device was waited for. Then the thread asks for the next bytes, and
+        others look at these; what came out of memory it looks at itself (`Op.landed`).
+        """
+        return 0
 
     def interrupt(self, op_id: int) -> None:
         """Make the running `op_id` end soon, if that can be done safely."""
@@ -179,6 +182,8 @@ class ThreadedTransport(ABC):
                 return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0), False
             self._running.add(op.id)
         status, error, requests = Status.DONE, None, 1
+        looks = op.landed is not None and self.lands
+        waited = self.waited() if looks else 0
         try:
             able = self._capabilities
             if op.parts and not (able.scatter if op.kind == "read" else able.gather):
@@ -205,7 +210,7 @@ class ThreadedTransport(ABC):
         if status is not Status.DONE:
             return Completion(op.id, status, 0, error, started, finished, requests), False
         done = Completion(op.id, status, op.length, None, started, finished, requests)
-        if op.landed is None or not self.lands or op.length < FROM_MEMORY * (finished - started):
+        if not looks or op.landed is None or self.waited() != waited:
             return done, False
         op.landed()
         return done, True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import threading
 from collections.abc import Mapping
 from typing import Final
@@ -47,6 +48,9 @@ class FileTransport(ThreadedTransport):
         else:
             self._read(op)
         return 1
+
+    def waited(self) -> int:
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
     def close_worker(self) -> None:
         bounce: HostBuffer | None = getattr(self._local, "bounce", None)

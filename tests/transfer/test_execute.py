@@ -30,7 +30,6 @@ from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import Lane, open_lanes, open_member
 from kvctl.transfer.tasks import Place, Task
-from kvctl.transports import threaded
 from kvctl.transports.api import Capabilities, Op, Registration
 from kvctl.transports.threaded import OpCancelledError, ThreadedTransport
 
@@ -228,11 +227,7 @@ def test_a_changed_object_fails_even_when_a_replica_has_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over(
-    at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threaded, "FROM_MEMORY", 0.0)
-
+def test_a_slow_range_is_hedged_and_the_original_is_cancelled_before_hand_over(at_once: bool) -> None:
     def slow_once(transport: Scripted, op: Op) -> None:
         if op.offset == 5 * PIECE:
             while not transport.is_cancelled(op.id):
@@ -260,13 +255,13 @@ class Landing(Scripted):
     lands = True
 
 
-@pytest.fixture
-def from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read counts as fast."""
-    monkeypatch.setattr(threaded, "FROM_MEMORY", 0.0)
+class Waiting(Landing):
+    """Every read is waited for."""
+
+    def waited(self) -> int:
+        return len(self.seen)
 
 
-@pytest.mark.usefixtures("from_memory")
 @pytest.mark.parametrize(
     ("lands", "at_once", "threads"),
     [(True, True, "kvctl-scripted"), (True, False, "kvctl-finish"), (False, True, "kvctl-finish")],
@@ -290,11 +285,10 @@ def test_what_waits_for_nothing_runs_on_the_thread_that_moved_the_bytes(
     buffer.close()
 
 
-def test_what_came_slowly_is_looked_at_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threaded, "FROM_MEMORY", 1e18)
+def test_what_was_waited_for_is_looked_at_by_others() -> None:
     names: list[str] = []
     buffer = HostBuffer(len(DATA))
-    lanes = lanes_of(Landing())
+    lanes = lanes_of(Waiting(threads=1))
     look = lambda task, view: names.append(threading.current_thread().name)  # noqa: E731
     Executor(lanes, context()).run(pieces([0], buffer, on_bytes=look, at_once=True))
     close(lanes)
@@ -303,7 +297,6 @@ def test_what_came_slowly_is_looked_at_by_others(monkeypatch: pytest.MonkeyPatch
     buffer.close()
 
 
-@pytest.mark.usefixtures("from_memory")
 def test_the_driver_sleeps_while_there_is_more_at_hand() -> None:
     """What was told to `landed` is polled with the last one that is in line."""
     started = threading.Event()
@@ -324,7 +317,6 @@ def test_the_driver_sleeps_while_there_is_more_at_hand() -> None:
     buffer.close()
 
 
-@pytest.mark.usefixtures("from_memory")
 def test_an_error_at_hand_over_ends_the_run_also_on_the_thread_that_moved_the_bytes() -> None:
     def fail(task: Task, view: memoryview) -> None:
         raise NotFoundError("nowhere to put it")
@@ -337,7 +329,6 @@ def test_an_error_at_hand_over_ends_the_run_also_on_the_thread_that_moved_the_by
     buffer.close()
 
 
-@pytest.mark.usefixtures("from_memory")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_corrupt_bytes_are_read_again_then_elsewhere(at_once: bool) -> None:
     def corrupt(transport: Scripted, op: Op) -> None:
@@ -361,7 +352,6 @@ def test_corrupt_bytes_are_read_again_then_elsewhere(at_once: bool) -> None:
     buffer.close()
 
 
-@pytest.mark.usefixtures("from_memory")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_bytes_that_stay_corrupt_fail(at_once: bool) -> None:
     def verify(task: Task, view: memoryview) -> None:
