@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvctl.agent.client import AgentClient
+from kvctl.agent.kv_folders import memory_roots, remove_dead
 from kvctl.testing.models import LlamaShape, write_llama
 
 DEADLINE = 120.0
@@ -88,6 +89,8 @@ class AgentProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        for root in memory_roots():
+            remove_dead(root)  # its KV in memory, which the next agent would find
 
 
 def eventually(found: Callable[[], object], what: str) -> None:
