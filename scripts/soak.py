@@ -110,6 +110,21 @@ def engine_swaps(runs: int, seed: int) -> Outcome:
     return outcome
 
 
+def interference(runs: int, seed: int) -> Outcome:
+    """`runs` rounds of scripts/bench/interference.py in its short form, on the model and the engine of the long one."""
+    outcome = Outcome([seed], runs)
+    with tempfile.TemporaryDirectory(prefix="kvinterference-") as place:
+        done = subprocess.run(
+            [ROOT / "scripts" / "bench" / "run", "interference", "--rounds", str(runs), "--out", place],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            outcome.failures.append({"seed": seed, "error": done.stderr[-2000:]})
+        else:
+            outcome.facts = {"bench": json.loads((Path(place) / "interference.json").read_text(encoding="utf-8"))}
+    return outcome
+
+
 def node(runs: int, seed: int) -> Outcome:
     """A storage node under load for `runs` minutes, restarted twice: by SIGTERM after a third, by SIGKILL after two."""
     from kvctl.testing.nodes import NodeProcess
@@ -183,6 +198,7 @@ SOAKS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "node": (node, 10),
     "swaps": (swaps, 1000),
     "engine-swaps": (engine_swaps, 200),
+    "interference": (interference, 3),
     "slow-endpoint": (pytest_with(lambda _: ["tests/cases/test_slow_endpoint.py"]), 20),
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -19,19 +18,22 @@ from kvctl.checkpoint.create import CreateRequest, create
 from kvctl.checkpoint.engine import EngineLatencies, EngineWeights
 from kvctl.checkpoint.latency import Canary, Latencies
 from kvctl.checkpoint.pace import Limits
-from kvctl.checkpoint.shards import LiveShards, ShardSource, SlotShards, cut
+from kvctl.checkpoint.shards import LiveShards, ShardSource, SlotShards, cut, parts_of
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import PartialError, UsageError
-from kvctl.engines.api import EngineAdapter
+from kvctl.engines.api import EngineAdapter, Sample
 from kvctl.memory.buffers import HostBuffer
 from kvctl.transfer.lanes import open_member, percentile
+from kvctl.transfer.report import Report
+from kvctl.weights.safetensors import parse_header
 
 SCHEMA: Final = "kvctl.bench-interference/1"
 KINDS: Final = ("baseline", "unpaced", "paced", "plain copy")
-ENOUGH: Final = 50  # samples of a measurement that its p99 is taken from
-_LOOK: Final = 0.05
-_BASELINE: Final = 2.0  # seconds before each paced checkpoint, which are not counted
+ENOUGH: Final = 100  # steps of a measurement that its p99 is taken from
+_LOOK: Final = 1.0
+_LARGEST: Final = 64 << 20  # bytes that an engine gives at once
+_PATIENCE: Final = 6  # times the seconds of a measurement, for an engine whose steps are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +54,49 @@ class InterferenceOptions:
 
 @dataclass(slots=True)
 class Kind:
-    """One way, over all rounds. Seconds; `change_s`: of the p99 against the baseline of the same round, the median."""
+    """One way, over all rounds. Seconds; `change_s`: of the p99 against the baseline of the same round, the median.
+    `samples`: gaps between tokens, `steps`: of the engine, which each gives a token to every stream. `busy_s`: how long
+    copies ran. `pacing`: what each paced one reported.
+    """
 
     name: str
     samples: int = 0
+    steps: int = 0
     p50_s: float = 0.0
     p99_s: float = 0.0
     p99_rounds_s: list[float] = field(default_factory=list)
     change_s: float = 0.0
     bytes: int = 0
     copies: int = 0
+    busy_s: float = 0.0
+    pacing: list[Mapping[str, Any]] = field(default_factory=list)  # Any: JSON
 
 
 class Watch:
-    """Notes every gap between tokens with the moment when it was told."""
+    """The engine's own notes of its steps, asked for when a stretch has ended and not before: asking costs it time."""
 
-    def __init__(self, latencies: Latencies) -> None:
-        self._latencies = latencies
-        self._lock = threading.Lock()
-        self._seen: list[tuple[float, float]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="kvctl-watch", daemon=True)
-        self._thread.start()
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self._adapter = adapter
+        self._found = adapter.samples(time.time())
 
-    def _follow(self) -> None:
-        while not self._stop.wait(_LOOK):
-            gaps = self._latencies.take()
-            now = time.monotonic()
-            with self._lock:
-                self._seen += [(now, gap) for gap in gaps]
+    def begin(self) -> None:
+        """From now on, by the engine's clock."""
+        self._found = self._adapter.samples(self._found.until)
 
-    def between(self, start: float, end: float) -> list[float]:
-        """The gaps told in [start, end), once: what is older is forgotten."""
-        time.sleep(2 * _LOOK)
-        with self._lock:
-            found = [gap for at, gap in self._seen if start <= at < end]
-            self._seen = [item for item in self._seen if item[0] >= end]
-        return found
+    def end(self, after: float = 0.0) -> list[Sample]:
+        """Tokens since `after` seconds after `begin`, whose whole gap lies in that."""
+        start = self._found.until
+        self._found = self._adapter.samples(start)
+        if not self._found.raw:
+            return list(self._found.samples)
+        return [item for item in self._found.samples if item.at - item.gap >= start + after]
+
+    def steps(self, tokens: Sequence[Sample]) -> int:
+        """Of the engine, each of which gives all streams their tokens at one moment; where it tells moments."""
+        return len({token.at for token in tokens}) if self._found.raw else len(tokens)
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._adapter.close()
 
 
 def bench_interference(
@@ -105,8 +109,7 @@ def bench_interference(
     with ExitStack() as stack:
         for _ in range(options.streams):
             stack.enter_context(closing(Canary(options.engine)))
-        latencies = stack.enter_context(closing(EngineLatencies(open_engine())))
-        watch = stack.enter_context(closing(Watch(latencies)))
+        watch = stack.enter_context(closing(Watch(open_engine())))
         paced = stack.enter_context(closing(EngineLatencies(open_engine())))
         run = _Runs(options, open_engine, ctx, paced)
         ctx.progress.note(f"{options.rounds} rounds of {len(kinds)} measurements of {options.seconds:g} s")
@@ -114,19 +117,15 @@ def bench_interference(
             for shift in range(len(kinds)):
                 name = kinds[(number + shift) % len(kinds)]  # each begins another round
                 ctx.cancel.check("measuring")
-                gaps[name].append(run.measure(name, watch, found[name]))
+                tokens = run.measure(name, watch, found[name])
+                found[name].steps += watch.steps(tokens)
+                gaps[name].append([token.gap for token in tokens])
                 ctx.progress.note(
                     f"round {number + 1}, {name}: p99 {1000 * percentile(gaps[name][-1], 0.99):.1f} ms "
                     f"of {len(gaps[name][-1])} gaps"
                 )
-        resolution = latencies.resolution
-    thin = [name for name in kinds for sample in gaps[name] if len(sample) < ENOUGH]
-    if thin:
-        raise PartialError(
-            f"the engine told too few tokens to measure ({thin[0]})", cause=f"fewer than {ENOUGH} in a measurement",
-            hint="give it traffic, more --streams, or --seconds",
-        )  # fmt: skip
-    return _document(options, found, gaps, resolution)
+        resolution = paced.resolution
+    return document_of(options, found, gaps, resolution)
 
 
 class _Runs:
@@ -138,38 +137,51 @@ class _Runs:
         self._ctx = ctx
         self._paced = paced
 
-    def measure(self, name: str, watch: Watch, kind: Kind) -> list[float]:
-        """The gaps while the thing is done again and again, for so many seconds."""
-        ends = time.monotonic() + self._options.seconds
-        found: list[float] = []
-        while True:
-            start = time.monotonic()
-            if start >= ends:
-                return found
+    def measure(self, name: str, watch: Watch, kind: Kind) -> list[Sample]:
+        """The tokens while the thing is done again and again, for so many seconds, and only while it is done."""
+        seconds, began = self._options.seconds, time.monotonic()
+        found: list[Sample] = []
+        while (left := began + seconds - time.monotonic()) > 0 or watch.steps(found) < ENOUGH:
+            if left < (1 - _PATIENCE) * seconds:
+                raise PartialError(
+                    "the engine makes too few steps to measure",
+                    cause=f"{watch.steps(found)} in {seconds - left:.0f} s, {ENOUGH} are the least",
+                    hint="give it traffic, with --streams or otherwise",
+                )
+            watch.begin()
             if name == "baseline":
-                self._ctx.cancel.wait(ends - start)
-            elif name == "plain copy":
-                kind.bytes += self._plain()
+                self._ctx.cancel.wait(max(left, _LOOK))
+                self._ctx.cancel.check("measuring")
+                found += watch.end()
+                continue
+            started, quiet, report = time.monotonic(), 0.0, None
+            if name == "plain copy":
+                nbytes = self._plain()
             else:
-                limits = self._options.limits if name == "paced" else Limits()
-                quiet = _BASELINE if name == "paced" else 0.0
-                kind.bytes += self._checkpoint(limits, quiet)
-                start += quiet
-            kind.copies += name != "baseline"
-            found += watch.between(start, time.monotonic())
+                report = self._checkpoint(self._options.limits if name == "paced" else Limits())
+                quiet, nbytes = report.setup_s, report.written  # before that a paced one takes its own baseline
+            found += watch.end(quiet)
+            kind.busy_s += time.monotonic() - started - quiet
+            kind.bytes += nbytes
+            kind.copies += 1
+            if report is not None:
+                self._remove(report)
+                if name == "paced":
+                    kind.pacing.append(report.extra["pacing"])
+        return found
 
-    def _checkpoint(self, limits: Limits, quiet: float) -> int:
+    def _checkpoint(self, limits: Limits) -> Report:
         options = self._options
-        request = CreateRequest(options.to, limits, baseline_seconds=quiet)
         with closing(self._source()) as source:
-            report = create(source, request, self._ctx.quiet(), latencies=self._paced)
-        member = open_member(options.to.url, 0, options.to, self._ctx)
+            return create(source, CreateRequest(options.to, limits), self._ctx.quiet(), latencies=self._paced)
+
+    def _remove(self, report: Report) -> None:
+        member = open_member(self._options.to.url, 0, self._options.to, self._ctx)
         try:
             Catalog(member.store).remove(str(report.extra["id"]))
             member.store.delete(["LATEST"])
         finally:
             member.store.close()
-        return report.written
 
     def _source(self) -> ShardSource:
         options = self._options
@@ -181,16 +193,17 @@ class _Runs:
         raise UsageError(f"{options.source!r} is no live source", hint="slot:NAME or engine:URL")
 
     def _plain(self) -> int:
-        """All tensors, each in one read, then one file, as a script would: no pace, no thought."""
+        """All tensors, in the largest reads that there are, then one file, as a script would: no pace, no thought."""
         with closing(EngineWeights(self._open(), self._options.engine)) as live:
             ((raw, size),) = cut(live.tensors(), 1 << 62)
             buffer = HostBuffer(len(raw) + size)
             try:
                 buffer.view[: len(raw)] = raw
                 at = len(raw)
-                for tensor in sorted(live.tensors(), key=lambda item: -item.nbytes):
-                    live.read(tensor.name, 0, buffer.view[at : at + tensor.nbytes])
-                    at += tensor.nbytes
+                for parts in parts_of(parse_header(raw, buffer.nbytes, "plain").tensors, lambda: _LARGEST):
+                    length = sum(part.length for part in parts)
+                    live.read(parts, buffer.view[at : at + length])
+                    at += length
                 if self._options.to.scheme == "file":
                     folder = self._options.to.url.removeprefix("file://")
                     os.makedirs(folder, exist_ok=True)
@@ -205,7 +218,7 @@ class _Runs:
                 buffer.close()
 
 
-def _document(
+def document_of(
     options: InterferenceOptions, kinds: Mapping[str, Kind], gaps: Mapping[str, Sequence[list[float]]], resolution: str
 ) -> dict[str, Any]:  # Any: JSON
     base = [percentile(sample, 0.99) for sample in gaps["baseline"]]

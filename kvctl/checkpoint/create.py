@@ -21,12 +21,14 @@ from kvctl.checkpoint import names
 from kvctl.checkpoint.catalog import Catalog
 from kvctl.checkpoint.direct import write_options
 from kvctl.checkpoint.folder import Folder
+from kvctl.checkpoint.gentle import gently
 from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.lock import Lock
 from kvctl.checkpoint.names import Entry, Manifest
 from kvctl.checkpoint.pace import Limits
-from kvctl.checkpoint.pacing import BASELINE_SECONDS, Pacer
-from kvctl.checkpoint.shards import PIECE, Shard, ShardSource, UpdatedError
+from kvctl.checkpoint.pacing import BASELINE_SECONDS, Pacer, slower
+from kvctl.checkpoint.shards import Shard, ShardSource, UpdatedError
+from kvctl.checkpoint.shares import PIECE
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, InterruptedRunError, UsageError
@@ -73,7 +75,14 @@ class _Prepared:
 def create(source: ShardSource, request: CreateRequest, ctx: Context, *, latencies: Latencies | None = None) -> Report:
     """Write a checkpoint of `source`. Raises ConflictError while another one is written to the same name (6), or when
     updates come all the time; CapacityError, TransientError: run it again, it resumes. LATEST names a whole one always.
+    One with a pace gives way to everything else on the processors too.
     """
+    if request.limits.paced:
+        return gently(lambda: _create(source, request, ctx, latencies))
+    return _create(source, request, ctx, latencies)
+
+
+def _create(source: ShardSource, request: CreateRequest, ctx: Context, latencies: Latencies | None) -> Report:
     watch = Stopwatch()
     if request.keep_last is not None and request.keep_last < 1:
         raise UsageError("--keep-last keeps at least one")
@@ -111,7 +120,9 @@ class _Writing:
         self.clock = StageClock()
         self.stats = RunStats()
         self.total = sum(shard.size for shard in source.shards)
-        self.pacer = Pacer(request.limits, ctx, latencies, baseline_seconds=request.baseline_seconds)
+        self.pacer = Pacer(
+            request.limits, ctx, latencies, shares=source.shares, baseline_seconds=request.baseline_seconds
+        )
         self.folder = Folder(store, self.catalog, source.name, source.shards, report.notes)
         self._source_cpu: float | None = None
         self.digests: list[TensorDigest] = []
@@ -181,6 +192,7 @@ class _Writing:
     def _attempt(self, lanes: LaneSet) -> None:
         """Shards are hashed in turn while those before are written: what is hashed by then, a few at a time."""
         self.digests = []
+        self.pacer.again()
         most = self.source.at_once
         coming = iter(self.source.shards)
         ahead: deque[Future[_Prepared]] = deque()
@@ -244,7 +256,7 @@ class _Writing:
             base = shard.header.header_size + tensor.start
             for start in range(0, tensor.nbytes, PIECE):
                 length = min(PIECE, tensor.nbytes - start)
-                self.pacer.hold(length)
+                self.pacer.hashed(length)
                 hasher.update(buffer.view[base + start : base + start + length])
             found.append(TensorDigest(tensor.name, tensor.dtype, tensor.shape, hasher.digest()))
         return found
@@ -315,6 +327,8 @@ class _Writing:
         report.tensors, report.objects = len(self.digests), len(self.source.shards)
         report.verified = Verification("full", "every tensor's digest was computed from the bytes written", self.total)
         pacing = self.pacer.report()
+        if report.written == self.total and (slow := slower(pacing)):
+            report.notes.append(slow)
         report.extra |= {
             "id": manifest.ident,
             "generation": manifest.generation,

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvctl.checkpoint.shards import LiveTensor, UpdatedError
 from kvctl.core.errors import ConflictError, KvctlError
-from kvctl.engines.api import EngineAdapter
+from kvctl.engines.api import EngineAdapter, Part, ReadsParts, Samples
 
 LEASE: Final = 30.0
 HOLD: Final = 300.0
@@ -46,11 +46,17 @@ class EngineWeights:
             self._weights = self._adapter.weights(lease_seconds=LEASE)
             self._began = self._renewed = time.monotonic()
 
-    def read(self, name: str, start: int, view: memoryview) -> None:
+    def read(self, parts: Sequence[Part], view: memoryview) -> None:
         with self._lock:
             self._keep()
             try:
-                self._adapter.read(self._weights, name, start, view)
+                if isinstance(self._adapter, ReadsParts):
+                    self._adapter.read_parts(self._weights, parts, view)
+                else:
+                    at = 0
+                    for part in parts:
+                        self._adapter.read(self._weights, part.name, part.offset, view[at : at + part.length])
+                        at += part.length
             except ConflictError as error:
                 raise UpdatedError(str(error)) from error
 
@@ -94,7 +100,19 @@ class EngineLatencies:
         except KvctlError:
             return ()  # what tells nothing is paced by rates alone
         self._until = found.until
-        return [sample.gap for sample in found.samples]
+        return gaps_of(found)
 
     def close(self) -> None:
         self._adapter.close()
+
+
+def gaps_of(found: Samples) -> list[float]:
+    """The gaps, seconds: of a step's tokens, which all streams of a batch get at once, the longest. They are one
+    observation, and a p99 of them as many as there are streams would be of less than it seems.
+    """
+    if not found.raw:
+        return [sample.gap for sample in found.samples]
+    steps: dict[float, float] = {}
+    for sample in found.samples:
+        steps[sample.at] = max(sample.gap, steps.get(sample.at, 0.0))
+    return list(steps.values())

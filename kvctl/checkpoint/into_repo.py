@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvctl.checkpoint.gentle import gently
 from kvctl.checkpoint.latency import Latencies
 from kvctl.checkpoint.pace import Limits
 from kvctl.checkpoint.pacing import BASELINE_SECONDS, Pacer
+from kvctl.checkpoint.shares import PUSHED
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.transfer.report import Report
@@ -30,7 +32,13 @@ class IntoRepo:
 
 def create_in_repo(request: IntoRepo, ctx: Context, *, latencies: Latencies | None = None) -> Report:
     """Raises what a push does. Running it again goes on: what is stored already is not written again."""
-    pacer = Pacer(request.limits, ctx, latencies, baseline_seconds=request.baseline_seconds)
+    if request.limits.paced:
+        return gently(lambda: _create(request, ctx, latencies))
+    return _create(request, ctx, latencies)
+
+
+def _create(request: IntoRepo, ctx: Context, latencies: Latencies | None) -> Report:
+    pacer = Pacer(request.limits, ctx, latencies, shares=PUSHED, baseline_seconds=request.baseline_seconds)
     pushing = PushRequest(
         f"slot://{request.slot}", request.name, tuple(request.stores), version=request.version, pace=pacer
     )

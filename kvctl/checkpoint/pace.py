@@ -2,7 +2,8 @@
 
 Once per window: one whose p99 is over the baseline's by more than the budget halves the rate, any other raises it by
 15 %; windows with few latencies are judged together. The rate stays between the floor and the ceiling; a deadline
-raises the floor, as time runs out. Without latencies the ceiling alone paces.
+raises the floor, as time runs out, and so does the least rate when it was not kept. Without latencies the ceiling alone
+paces.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ FIRST_SHARE: Final = 0.25  # of the ceiling, to begin with, where latencies are 
 UNLIMITED: Final = 4e9  # bytes/s that stand for 'no ceiling'
 RAISE: Final = 1.15
 ENOUGH: Final = 20  # samples that a p99 of a window takes at least
+_EARLY: Final = 0.95  # of the time that the least rate allows: what comes after the bytes takes some too
 BLIND_WINDOWS: Final = 5  # without samples, until latency counts as unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates in bytes/s, `budget`: seconds over the baseline's p99, `deadline`: seconds from the start."""
+    """Rates in bytes/s of whole bytes, see `shares`; `max_rate` bounds what is written at every moment too. `budget`:
+    seconds over the baseline's p99, `deadline`: seconds from the start.
+    """
 
     max_rate: float | None = None
     min_rate: float = 1 << 20
     budget: float | None = None
     deadline: float | None = None
+
+    @property
+    def paced(self) -> bool:
+        return self.max_rate is not None or self.budget is not None
 
     @property
     def ceiling(self) -> float:
@@ -57,12 +65,14 @@ class Controller:
         self.lowest = self.highest = self.rate
 
     def floor(self, elapsed: float, done_bytes: int) -> float:
-        """The least rate that the deadline and the minimum allow now."""
-        if self.limits.deadline is None:
-            return self.limits.min_rate
-        left = max(self.limits.deadline - elapsed, 0.1)
-        needed = max(0, self.total - done_bytes) / left
-        return min(self.limits.ceiling, max(self.limits.min_rate, needed))
+        """The least rate that the deadline and the minimum allow now. `done_bytes`: of `total_bytes`."""
+        least, left = self.limits.min_rate, max(0, self.total - done_bytes)
+        # one that was held up (an engine's slow steps) catches up, gently: at twice the least rate and no more
+        behind = left / max(self.total / least * _EARLY - elapsed, 0.1)
+        floor = min(2 * least, max(least, behind))
+        if self.limits.deadline is not None:
+            floor = max(floor, left / max(self.limits.deadline - elapsed, 0.1))
+        return min(self.limits.ceiling, floor)
 
     def window(self, samples: Sequence[float], elapsed: float, done_bytes: int) -> float:
         """The rate for the next window. `samples`: latencies of the one that has ended."""

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvctl.agent.client import AgentClient
 from kvctl.agent.memory import SealedBuffer
 from kvctl.checkpoint.pacing import Pacer
+from kvctl.checkpoint.shares import COPIED, MAPPED, Shares
 from kvctl.core.errors import IncompatibleError
+from kvctl.engines.api import Part
 from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.weights.dtypes import DTYPES
 from kvctl.weights.layout import encode_header
-from kvctl.weights.safetensors import Header, parse_header
+from kvctl.weights.safetensors import Header, TensorInfo, parse_header
 
-PIECE: Final = 4 << 20
 DEFAULT_SHARD: Final = 5_000_000_000  # what transformers writes
+MOST_PARTS: Final = 64  # of one read: they are named in a line of HTTP
 INDEX: Final = "model.safetensors.index.json"
 
 
@@ -60,6 +63,11 @@ class ShardSource(Protocol):
         ...
 
     @property
+    def shares(self) -> Shares:
+        """What reading, hashing and writing are of the pace."""
+        ...
+
+    @property
     def side_files(self) -> Mapping[str, bytes]: ...
     def open(self, shard: Shard, pacer: Pacer) -> Buffer: ...
     def unchanged(self) -> bool: ...
@@ -79,6 +87,7 @@ class SlotShards:
     """A slot's generation, leased until `close`: swaps do not touch it, and neither does the agent's death."""
 
     at_once = 4  # mapped, not copied: any number costs nothing
+    shares = MAPPED
 
     def __init__(self, slot: str, *, socket: str | None = None) -> None:
         self.name = f"slot:{slot}"
@@ -150,8 +159,8 @@ class LiveTensor:
 
 class LiveWeights(Protocol):
     """An engine's weights as they are now. `generation` changes with every update, before its first byte does. `read`
-    copies bytes of a tensor (row-major, from `start`) into `view`, or raises UpdatedError; `again`: what it reads is
-    from now on the generation that there is now. `held`: updates wait, see `ShardSource`.
+    copies bytes of tensors (row-major) into `view`, one after the other, or raises UpdatedError; `again`: what it reads
+    is from now on the generation that there is now. `held`: updates wait, see `ShardSource`.
     """
 
     @property
@@ -160,7 +169,7 @@ class LiveWeights(Protocol):
     def side_files(self) -> Mapping[str, bytes]: ...
     def generation(self) -> str: ...
     def again(self) -> None: ...
-    def read(self, name: str, start: int, view: memoryview) -> None: ...
+    def read(self, parts: Sequence[Part], view: memoryview) -> None: ...
     def held(self, seconds: float) -> contextlib.AbstractContextManager[bool]: ...
     def close(self) -> None: ...
 
@@ -169,6 +178,7 @@ class LiveShards:
     """An engine's weights, cut into shards of at most `shard_bytes` (a tensor is never cut)."""
 
     at_once = 1
+    shares = COPIED
 
     def __init__(self, live: LiveWeights, shard_bytes: int = DEFAULT_SHARD) -> None:
         self._live = live
@@ -193,14 +203,15 @@ class LiveShards:
     def open(self, shard: Shard, pacer: Pacer) -> Buffer:
         buffer = HostBuffer(shard.size)
         try:
-            header = shard.header
-            buffer.view[: header.header_size] = header.raw
-            for tensor in header.tensors:
-                base = header.header_size + tensor.start
-                for start in range(0, tensor.nbytes, PIECE):
-                    length = min(PIECE, tensor.nbytes - start)
-                    pacer.hold(length)
-                    self._live.read(tensor.name, start, buffer.view[base + start : base + start + length])
+            at = shard.header.header_size
+            buffer.view[:at] = shard.header.raw
+            for parts in parts_of(shard.header.tensors, lambda: pacer.piece):
+                length = sum(part.length for part in parts)
+                pacer.read(length)
+                began = time.monotonic()
+                self._live.read(parts, buffer.view[at : at + length])
+                pacer.took(time.monotonic() - began)
+                at += length
         except BaseException:
             buffer.close()
             raise
@@ -245,6 +256,25 @@ def cut(tensors: Sequence[LiveTensor], shard_bytes: int) -> list[tuple[bytes, in
             at += tensor.nbytes
         found.append((encode_header(document), at))
     return found
+
+
+def parts_of(tensors: Sequence[TensorInfo], piece: Callable[[], int]) -> Iterator[Sequence[Part]]:
+    """The tensors' bytes in their order, cut into reads of `piece()` bytes (fewer where tensors are tiny), asked anew
+    for each. Pure but for that.
+    """
+    parts: list[Part] = []
+    left = piece()
+    for tensor in tensors:
+        start = 0
+        while start < tensor.nbytes:
+            length = min(left, tensor.nbytes - start)
+            parts.append(Part(tensor.name, start, length))
+            start, left = start + length, left - length
+            if not left or len(parts) == MOST_PARTS:
+                yield parts
+                parts, left = [], piece()
+    if parts:
+        yield parts
 
 
 def index_of(shards: Sequence[Shard]) -> bytes:

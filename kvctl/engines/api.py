@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 SCHEMA: Final = "kvctl.engine/1"
 IN_FLIGHT: Final = ("drain", "abort", "keep")
@@ -58,6 +58,15 @@ class WeightSet:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a tensor."""
+
+    name: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +185,12 @@ class EngineAdapter(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """What an adapter may have besides: engines answer between two steps, and a model has hundreds of small tensors."""
+
+    def read_parts(self, weights: WeightSet, parts: Sequence[Part], into: memoryview) -> None:
+        """As `read`, of several tensors in one request, one after the other in `into`, which they fill."""
+        ...

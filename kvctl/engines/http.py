@@ -90,7 +90,7 @@ class EngineClient:
     def _ask(
         self, method: str, path: str, query: Mapping[str, object] | None, body: Mapping[str, Any] | None, timeout: float
     ) -> http.client.HTTPResponse:  # Any: JSON
-        target = f"{path}?{urlencode(query)}" if query else path
+        target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         data = None if body is None else json.dumps(body).encode()
         headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
         if method == "POST":

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvctl.core.context import Context
 from kvctl.core.errors import IncompatibleError, PartialError
-from kvctl.engines.api import EngineInfo, Sample, Samples, SwapRequest, SwapResult, WeightSet, WeightTensor
+from kvctl.engines.api import EngineInfo, Part, Sample, Samples, SwapRequest, SwapResult, WeightSet, WeightTensor
 from kvctl.engines.http import EngineClient
 from kvctl.engines.registry import EngineSpec
 
@@ -53,6 +53,15 @@ class VllmAdapter:
 
     def read(self, weights: WeightSet, tensor: str, offset: int, into: memoryview) -> None:
         query = {"generation": weights.generation, "name": tensor, "offset": offset, "length": len(into)}
+        self._client.read(f"{ROOT}/weights/data", query, into)
+
+    def read_parts(self, weights: WeightSet, parts: Sequence[Part], into: memoryview) -> None:
+        query: dict[str, object] = {
+            "generation": weights.generation,
+            "name": [part.name for part in parts],
+            "offset": [part.offset for part in parts],
+            "length": [part.length for part in parts],
+        }
         self._client.read(f"{ROOT}/weights/data", query, into)
 
     def release(self) -> None:

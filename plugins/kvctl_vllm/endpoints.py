@@ -5,7 +5,7 @@ under /v1, so an `--api-key` guards them too.
     POST /v1/kvctl/reset              forget the prefix cache
     POST /v1/kvctl/swap               other weights (`kvctl swap`); /swap/finish, /swap/rollback
     GET  /v1/kvctl/weights            names, dtypes, shapes of one generation; POST /weights/lease, /weights/release
-    GET  /v1/kvctl/weights/data       bytes of a tensor
+    GET  /v1/kvctl/weights/data       bytes of a tensor; name, offset, length again: of several, one after the other
     GET  /v1/kvctl/samples            inter-token times
     GET  /v1/kvctl/stored, /tokens    what became of a request's KV, and its tokens
 """
@@ -154,17 +154,19 @@ class KvctlEndpoints:
         engine, _ = self._here()
         query = request.query_params
         try:
-            generation, offset, length = (int(query[name]) for name in ("generation", "offset", "length"))
-            name = query["name"]
+            generation = int(query["generation"])
+            offsets, lengths = ([int(text) for text in query.getlist(name)] for name in ("offset", "length"))
+            parts = list(zip(query.getlist("name"), offsets, lengths, strict=True))
         except (KeyError, ValueError) as error:
             raise UsageError("generation, name, offset and length are wanted", cause=str(error)) from None
-        if not 0 <= length <= LARGEST:
-            raise UsageError(f"a read of {length} bytes", hint=f"at most {LARGEST} at once")
+        length = sum(lengths)
+        if min(lengths, default=-1) < 0 or length > LARGEST:
+            raise UsageError(f"a read of {lengths} bytes", hint=f"at most {LARGEST} at once")
         if not length:
             return Response(b"", media_type="application/octet-stream")
         async with engine.reading:
             path, window = self._shared()
-            await engine.call("kvctl_read", generation, name, offset, length, path)
+            await engine.call("kvctl_read", generation, parts, path)
             return Response(window[:length], media_type="application/octet-stream")
 
     def _shared(self) -> tuple[str, mmap.mmap]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
+from itertools import takewhile
 from typing import Any, Final
 
 from kvctl.core.errors import ConflictError, KvctlError, NotFoundError, UsageError
@@ -59,6 +60,19 @@ class Beside:
         self.viewed = -1
         self.samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self.timing = False
+        self._window: tuple[str, mmap.mmap] | None = None
+
+    def window(self, path: str) -> mmap.mmap:
+        """The file in shared memory that reads land in. It stays mapped: a mapping of its own for each read costs more
+        than the copy, in page faults, and a step waits for both.
+        """
+        if self._window is None or self._window[0] != path:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._window = path, mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        return self._window[1]
 
     def current(self) -> dict[str, Any]:  # Any: tensors
         if self.viewed != held().generation:
@@ -128,23 +142,23 @@ class WorkerExtension:
         return {"generation": now.generation, "digest": now.digest, "tensors": rows}
 
     @answered
-    def kvctl_read(self, generation: int, name: str, offset: int, length: int, path: str) -> dict[str, Any]:
-        """Copy bytes of a tensor into a file in shared memory; that is all that a step may have to wait for."""
+    def kvctl_read(self, generation: int, parts: list[tuple[str, int, int]], path: str) -> dict[str, Any]:
+        """Copy bytes of tensors (name, offset, length) into a file in shared memory, one after the other; that is all
+        that a step may have to wait for.
+        """
         own = beside(self)
         if held().generation != generation:
             raise ConflictError(f"the engine holds generation {held().generation} of weights, not {generation}")
-        if name not in own.current():
-            raise NotFoundError(f"the engine has no tensor {name}")
-        data = flat_bytes(own.current()[name].detach())
-        if offset < 0 or length < 0 or offset + length > data.numel():
-            raise UsageError(f"{name} has {data.numel()} bytes, not {offset} + {length}")
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            with mmap.mmap(descriptor, length) if length else memoryview(b"") as target:
-                target[:length] = memoryview(data[offset : offset + length].cpu().numpy())
-        finally:
-            os.close(descriptor)
-        return {"bytes": length}
+        window, at = own.window(path), 0
+        for name, offset, length in parts:
+            if name not in own.current():
+                raise NotFoundError(f"the engine has no tensor {name}")
+            data = flat_bytes(own.current()[name].detach())
+            if offset < 0 or length < 0 or offset + length > data.numel():
+                raise UsageError(f"{name} has {data.numel()} bytes, not {offset} + {length}")
+            window[at : at + length] = memoryview(data[offset : offset + length].cpu().numpy())
+            at += length
+        return {"bytes": at}
 
     # -- weights in ------------------------------------------------------------------------------------------
 
@@ -184,4 +198,6 @@ class WorkerExtension:
         own = beside(self)
         own.watch_steps()
         until = time.time()
-        return {"until": until, "samples": [list(item) for item in list(own.samples) if item[0] > since]}
+        # from the newest on: what was told before is not looked at again, however much is kept
+        fresh = list(takewhile(lambda item: item[0] > since, reversed(own.samples)))
+        return {"until": until, "samples": [list(item) for item in reversed(fresh)]}

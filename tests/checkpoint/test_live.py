@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ import pytest
 from kvctl.checkpoint import catalog, names
 from kvctl.checkpoint import pacing as pacing_module
 from kvctl.checkpoint.create import CreateRequest, create
-from kvctl.checkpoint.engine import EngineLatencies, EngineWeights
+from kvctl.checkpoint.engine import EngineLatencies, EngineWeights, gaps_of
+from kvctl.checkpoint.gentle import NICE
 from kvctl.checkpoint.latency import Canary, Histogram, Latencies, open_latencies
 from kvctl.checkpoint.pace import Limits
 from kvctl.checkpoint.pacing import missed
@@ -25,7 +27,7 @@ from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, EnvError, UsageError
 from kvctl.core.events import NullProgress
-from kvctl.engines.api import EngineAdapter, EngineInfo, Sample, Samples, WeightSet, WeightTensor
+from kvctl.engines.api import EngineAdapter, EngineInfo, Part, Sample, Samples, WeightSet, WeightTensor
 from kvctl.transfer.report import Report
 from kvctl.weights.load import run_load
 from kvctl.weights.request import LoadRequest
@@ -61,11 +63,15 @@ class Trainer:
     def again(self) -> None:
         return
 
-    def read(self, name: str, start: int, view: memoryview) -> None:
-        self._reads += 1
-        if self._reads in self._updates and not self._held:
-            self.number += 1
-        view[:] = bytes([self.number]) * len(view)
+    def read(self, parts: Sequence[Part], view: memoryview) -> None:
+        at = 0
+        for part in parts:
+            self._reads += 1
+            if self._reads in self._updates and not self._held:
+                self.number += 1
+            view[at : at + part.length] = bytes([self.number]) * part.length
+            at += part.length
+        assert at == len(view)
 
     @contextlib.contextmanager
     def held(self, seconds: float) -> Iterator[bool]:
@@ -168,7 +174,7 @@ class Engine:
 
     def samples(self, since: float) -> Samples:
         now = time.time()
-        return Samples(tuple(Sample(now, 0.01) for _ in range(30)), now)
+        return Samples(tuple(Sample(now - 0.01 * number, 0.01) for number in range(30)), now)
 
     def close(self) -> None:
         return
@@ -212,6 +218,56 @@ def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_wh
     assert pacing["backoffs"] > 0
     assert missed(report) == "p99 was 40.0 ms over the baseline, the budget was 1 ms; the deadline had passed"
     assert values(to) == {0}
+
+
+def test_a_batch_gets_its_tokens_at_once_and_that_counts_once() -> None:
+    tokens = [Sample(step, gap) for step, gap in ((1.0, 0.02), (1.0, 0.02), (1.5, 0.02), (1.5, 0.5), (2.0, 0.03))]
+    assert gaps_of(Samples(tuple(tokens), 2.0)) == [0.02, 0.5, 0.03]
+    # of metrics every token is told by itself, at one time
+    assert gaps_of(Samples((Sample(1.0, 0.025),) * 3, 2.0, raw=False)) == [0.025] * 3
+
+
+class Slow(Told):
+    """An engine whose step takes longer than a window: two samples each time it is asked."""
+
+    def take(self) -> Sequence[float]:
+        return [self._gap] * 2
+
+
+def test_a_baseline_takes_longer_where_the_engine_tells_little(to: StoreConfig) -> None:
+    source = LiveShards(Trainer([]), 2 * TENSORS[0].nbytes)
+    request = CreateRequest(to, Limits(budget=0.001, max_rate=1e9, min_rate=1e8), baseline_seconds=0.2)
+    report = create(source, request, Context(), latencies=Slow(0.4, 0.4))
+    # ten looks of 0.1 s, where two are usual
+    assert report.extra["pacing"]["baseline_p99_s"] == 0.4
+    assert report.setup_s >= 1.0
+
+
+def test_one_with_a_pace_gives_way_on_the_processors_and_the_caller_stays_as_it_is(to: StoreConfig) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    seen: list[int] = []
+
+    class Looking(Trainer):
+        def read(self, parts: Sequence[Part], view: memoryview) -> None:
+            seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+            super().read(parts, view)
+
+    plain = create(LiveShards(Looking([])), CreateRequest(to), Context())
+    assert (set(seen), plain.extra["pacing"]["nice"]) == ({here}, here)
+    seen.clear()
+    paced = create(LiveShards(Looking([])), CreateRequest(to, Limits(max_rate=1e9)), Context())
+    assert (set(seen), paced.extra["pacing"]["nice"]) == ({max(here, NICE)}, max(here, NICE))
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
+
+
+def test_a_least_rate_that_was_not_kept_is_told(to: StoreConfig) -> None:
+    class Late(Trainer):
+        def read(self, parts: Sequence[Part], view: memoryview) -> None:
+            time.sleep(0.1)
+            super().read(parts, view)
+
+    report = checkpoint(Late([]), to, Limits(max_rate=1e9, min_rate=1e9))
+    assert any(note.startswith("slower than --min-rate") for note in report.notes)
 
 
 class Vanishing(Told):

@@ -60,6 +60,7 @@ class Engine:
         source: str | None = None,
         extra: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.model = model
         self.port = free_port()
@@ -67,7 +68,7 @@ class Engine:
         self.log = log
         loader = {} if source is None else {"source": source}
         argv = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--served-model-name", "m", "--enforce-eager", "--dtype", "float32",
             "--max-model-len", "4096", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8",
             "--enable-prompt-tokens-details", "--load-format", "kvctl",
@@ -88,7 +89,7 @@ class Engine:
                 env={**os.environ, **ENVIRONMENT, **(environ or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # in this session: priorities compare only within one
             )
 
     def wait(self) -> Self:

@@ -249,7 +249,7 @@ def test_interference_is_measured_round_by_round(
     try:
         code, document, err = kvctl(
             "bench", "interference", f"engine:{engine.url}", "--to", str(tmp_path / "ck"), "--rounds", "2",
-            "--seconds", "8s", "--streams", "6", "--max-rate", "50MB", socket="", state=tmp_path,
+            "--seconds", "8s", "--streams", "6", "--min-rate", "5MB", "--max-rate", "20MB", socket="", state=tmp_path,
         )  # fmt: skip
     finally:
         engine.stop()
@@ -259,5 +259,8 @@ def test_interference_is_measured_round_by_round(
     assert all(len(kind["p99_rounds_s"]) == 2 and kind["samples"] >= 100 for kind in kinds.values())
     assert kinds["baseline"]["copies"] == 0
     assert all(kinds[name]["bytes"] > 0 for name in ("unpaced", "paced", "plain copy"))
+    assert all(kind["steps"] >= 100 for kind in kinds.values())
+    assert len(kinds["paced"]["pacing"]) == kinds["paced"]["copies"]
+    assert all(pace["lowest_rate"] >= 5e6 and pace["nice"] == 10 for pace in kinds["paced"]["pacing"])
     assert document["resolution"] == "raw inter-token samples of the engine"
     assert list((tmp_path / "ck").glob("*/*")) == []

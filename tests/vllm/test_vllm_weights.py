@@ -13,8 +13,15 @@ import pytest
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import ConflictError, IncompatibleError, KvctlError, NotFoundError, SwapFailedError
-from kvctl.engines.api import EngineAdapter, SwapRequest
+from kvctl.core.errors import (
+    ConflictError,
+    IncompatibleError,
+    KvctlError,
+    NotFoundError,
+    SwapFailedError,
+    UsageError,
+)
+from kvctl.engines.api import EngineAdapter, Part, ReadsParts, SwapRequest
 from kvctl.engines.registry import open_engine
 from kvctl.testing.nodes import NodeProcess
 from kvctl.testing.seaweed import SeaweedFS
@@ -288,6 +295,23 @@ def test_weights_leave_the_engine_as_they_came(engine: Engine, adapter: EngineAd
         assert found.keys() == set(file.keys())
         for name in found:
             assert found[name] == file.get_tensor(name).tobytes(), name
+
+
+def test_many_tensors_leave_the_engine_in_one_request(adapter: EngineAdapter) -> None:
+    assert isinstance(adapter, ReadsParts)
+    weights = adapter.weights()
+    parts = [Part(tensor.name, 16, tensor.nbytes // 2) for tensor in weights.tensors if tensor.nbytes >= 64]
+    data = memoryview(bytearray(sum(part.length for part in parts)))
+    adapter.read_parts(weights, parts, data)
+    at = 0
+    for part in parts:
+        alone = memoryview(bytearray(part.length))
+        adapter.read(weights, part.name, part.offset, alone)
+        assert alone == data[at : at + part.length], part.name
+        at += part.length
+    with pytest.raises(UsageError, match="bytes, not"):
+        adapter.read_parts(weights, [*parts, Part(parts[0].name, 1 << 40, 1)], memoryview(bytearray(len(data) + 1)))
+    adapter.release()
 
 
 def test_a_tied_model_leaves_whole(gemma: Engine, models: Callable[..., Path]) -> None:

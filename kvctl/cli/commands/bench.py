@@ -182,10 +182,26 @@ def _gaps(document: Mapping[str, Any]) -> str:  # Any: JSON
     headers = ("while", "gaps", "p50", "p99", "p99 change", "copies", "bytes")
     lines = table(headers, rows, right=(1, 2, 3, 4, 5, 6))
     share = document["paced_of_unpaced"]
+    lines += ["", *(line for kind in document["kinds"] for line in _paces(kind))]
     spread = _time(document["baseline_spread_s"])
     lines += ["", f"the baseline's own p99 spread over {document['rounds']} rounds: {spread}"]
     lines.append(f"the paced change is {_ratio(share)} of the unpaced one; {document['resolution']}")
     return "\n".join(lines)
+
+
+def _paces(kind: Mapping[str, Any]) -> list[str]:  # Any: JSON
+    paces = kind["pacing"]
+    if not paces:
+        return []
+    rates = [pace["mean_rate"] for pace in paces]
+    missed, backoffs, windows = (sum(pace[name] for pace in paces) for name in ("budget_missed", "backoffs", "windows"))
+    return [
+        (
+            f"{kind['name']}: {format_size(min(rates))}/s to {format_size(max(rates))}/s, at least "
+            f"{format_size(paces[0]['min_rate'])}/s were asked for; {backoffs} back-offs in {windows} windows; the "
+            f"budget was missed by {missed} of {len(paces)}"
+        )
+    ]
 
 
 def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON
