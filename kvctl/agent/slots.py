@@ -289,8 +289,8 @@ class Slots:
         self.sweep()
         if self._fits(wanted):
             return
-        if ask.evict_first:
-            slot = self._slots[ask.slot]
+        slot = self._slots.get(ask.slot)
+        if ask.evict_first and slot is not None:
             held = [item for item in (slot.current, slot.previous) if item is not None and item.leases]
             if held:
                 holders = [f"{holder.label or 'process'} {holder.pid}" for holder, _ in held[0].leases.values()]

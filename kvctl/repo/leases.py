@@ -14,7 +14,6 @@ manifest is still there.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import threading
@@ -163,17 +162,24 @@ class Hold:
             self.member.store.delete(self._parts)
 
     def let_go(self) -> None:
-        """Give up the hold, at the end of what it was for: raises nothing, and waits for its member for seconds only.
-        A member that went away says so after its whole timeout, and holds left there end by themselves.
+        """Give up the hold, at the end of what it was for: raises no KvctlError, and waits for its member for seconds
+        only. A member that went away says so after its whole timeout, and holds left there end by themselves.
         """
+        ended: list[BaseException] = []
 
         def release() -> None:
-            with contextlib.suppress(KvctlError):
+            try:
                 self.release()
+            except KvctlError:
+                pass
+            except BaseException as error:
+                ended.append(error)
 
         releasing = threading.Thread(target=release, name="kvctl-let-go", daemon=True)
         releasing.start()
         releasing.join(_LET_GO)
+        if ended:
+            raise ended[0]
 
 
 def lease_manifest(repo: Repo, key: str, *, label: str = "", ttl: float = TTL) -> tuple[Hold, bytes]:

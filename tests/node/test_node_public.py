@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.core.errors import AuthError, NotFoundError
+from kvctl.core.errors import AuthError, IncompatibleError, NotFoundError
 from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.store_contract import StoreCase, StoreContract
 from kvctl.testing.transport_contract import TransportCase, TransportContract, drive
@@ -65,6 +65,13 @@ class TestStore(StoreContract):
 
         yield StoreCase(store, lambda key, data: void(objects.put(f"p/{key}", data)), raw_get, start_upload, page=9)
         store.close()
+
+    def test_copy_inside_the_store(self, case: StoreCase) -> None:
+        """COPY is younger than the protocol: a node without it is told from one that failed."""
+        first = case.store.put("from", b"0123456789")
+        assert isinstance(case.store, NodeStore)
+        with pytest.raises(IncompatibleError, match="does not offer this"):
+            case.store.copy("from", "to", if_version=first.version)
 
 
 class TestNativeTcp(TransportContract):
