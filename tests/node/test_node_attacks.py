@@ -294,10 +294,8 @@ def connections(node: NodeProcess, *, read: bool = False) -> int:
     with open("/proc/net/tcp", encoding="ascii") as file:
         lines = file.read().splitlines()[1:]
     local = f"0100007F:{node.port:04X}"
-    found = [line.split() for line in lines]
-    return sum(
-        1 for words in found if words[1] == local and words[3] == "01" and not (read and int(words[4].split(":")[1], 16))
-    )
+    found = [words for words in map(str.split, lines) if words[1] == local and words[3] == "01"]
+    return sum(1 for words in found if not read or int(words[4].split(":")[1], 16) == 0)
 
 
 def test_a_trickle_of_a_head_is_ended(start: Callable[..., NodeProcess]) -> None:
