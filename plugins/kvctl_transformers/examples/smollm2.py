@@ -47,7 +47,10 @@ def convert(gguf: str, folder: str) -> None:
     read = GGUFReader(gguf)
 
     def said(name: str) -> Any:  # Any: int, float or text, as the file has it
-        return read.get_field(name).contents()
+        field = read.get_field(name)
+        if field is None:
+            raise SystemExit(f"{gguf} does not say {name}")
+        return field.contents()
 
     heads, kv_heads = said("llama.attention.head_count"), said("llama.attention.head_count_kv")
     tensors = {}
