@@ -232,10 +232,10 @@ class KvCache:
             else:
                 self._promote(job)
         except Exception as error:  # whatever it is, the agent goes on; a write-down is never forgotten
-            if self._stop:
-                return isinstance(job, WriteDown)
-            self._failures += 1
             again = isinstance(job, WriteDown)
+            if self._stop:
+                return again
+            self._failures += 1
             if self._failures == 1 or not isinstance(error, KvctlError):
                 what = job.session if isinstance(job, WriteDown) else f"a prefix of {len(job.want.tokens)} tokens"
                 self._note(f"KV: {what} of tier {job.tier} could not be copied: {error}")
@@ -261,7 +261,8 @@ class KvCache:
         if job.session not in tier.safe:
             self._to_shared(tier, job.session, manifest)
         if copied is not None:
-            below[0].safe.add(copied)
+            with below[0].lock:
+                below[0].safe.add(copied)
         tier.settle(self._ctx)
 
     def _to_shared(self, tier: Tier, session: str, manifest: SessionManifest) -> None:
@@ -289,7 +290,8 @@ class KvCache:
             return None
         try:
             report = copy_session(self._copy(tier, session, below.stores, str(name)), self._ctx)
-            below.counts.copied += bool(report.extra["new_generation"])
+            with below.lock:
+                below.counts.copied += bool(report.extra["new_generation"])
         finally:
             below.release(_OURS, self._ctx)
         return f"{name}@{report.extra['generation']}"

@@ -8,7 +8,6 @@ between fragments.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
@@ -194,12 +193,9 @@ class Fetch:
 
     def _land(self, part: _Part, staged: memoryview) -> None:
         """Verify a range where it landed, and put what was staged where it belongs. On a finisher thread."""
-        started = time.perf_counter()
         try:
-            try:
+            with self._clock.timed("verify"):
                 self._verify(part, staged)
-            finally:
-                self._clock.add("verify", time.perf_counter() - started)
             if staged:
                 with self._clock.timed("copy"):
                     self._copy(part, staged)

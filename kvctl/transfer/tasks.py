@@ -134,11 +134,9 @@ class StageClock:
         try:
             yield
         finally:
-            self.add(stage, time.perf_counter() - start)
-
-    def add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._busy[stage] = self._busy.get(stage, 0.0) + seconds
+            spent = time.perf_counter() - start
+            with self._lock:
+                self._busy[stage] = self._busy.get(stage, 0.0) + spent
 
     def busy(self) -> Mapping[str, float]:
         with self._lock:

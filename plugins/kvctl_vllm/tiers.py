@@ -217,9 +217,11 @@ class Tiers:
                 return line.call(operation, **fields)
             except MemberDownError:
                 self._hang_up()  # one that was started again answers on a new line
-        line = AgentClient(socket, label="vllm", seconds=seconds)
+        made = AgentClient(socket, label="vllm", seconds=seconds)
         with self._lock:
-            self._lines[seconds] = line
+            line = self._lines.setdefault(seconds, made)  # room belongs to a connection: all ask over the same one
+        if line is not made:
+            made.close()
         return line.call(operation, **fields)
 
     def _hang_up(self) -> None:
