@@ -39,6 +39,7 @@ SCHEMA: Final = "kvctl.kv-tiers/1"
 MEMORY, LOCAL, SHARED = "memory", "local", "shared"
 PAUSE: Final = 1.0  # seconds before what failed is tried again; doubles
 LONGEST: Final = 60.0
+LAST: Final = 10.0  # seconds for writing down, when the agent ends
 WAITING: Final = 1_000  # promotions that wait at most: a cache may forget what it wanted
 _OURS: Final = 0  # holder of the agent's own room; clients' are 1 and up
 _PATIENCE: Final = RetryPolicy(base=0.05, cap=1.0, attempts=3, stall_timeout=30.0)
@@ -319,9 +320,9 @@ class KvCache:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def close(self, seconds: float = 10.0) -> int:
-        """End the thread, then write down what the shared repo lacks, as far as `seconds` go. Returns how many sessions
-        are lost with the memory: none that anybody was told is stored.
+    def close(self) -> None:
+        """End the thread, then write down what the shared repo lacks, as far as `LAST` seconds go. What is lost with
+        the memory is noted: nothing that anybody was told is stored.
         """
         with self._wake:
             self._stop = True
@@ -330,13 +331,12 @@ class KvCache:
         if self._thread is not None:
             self._thread.join()
         self._ctx = Context(retry=_PATIENCE)
-        end = time.monotonic() + seconds
+        end = time.monotonic() + LAST
         jobs = [job for job in dict.fromkeys(self._down) if job.tier == MEMORY]
         lost = sum(not (time.monotonic() < end and self._save(job)) for job in jobs)
         if lost:
             self._note(f"KV: {lost} sessions in memory never reached the repo, and are gone")
         self._close_tiers()
-        return lost
 
     def _save(self, job: WriteDown) -> bool:
         """Whether the session is in the shared repo now, or on disk for the next agent to bring it there."""

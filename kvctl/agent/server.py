@@ -17,7 +17,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
@@ -53,13 +53,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Slots that were still there, and the clients that had them mapped: those keep their memory. `kv_lost`: sessions
-    in memory that the shared repo never got.
-    """
+    """Slots that were still there, and the clients that had them mapped: those keep their memory."""
 
     slots: int
     holders: int
-    kv_lost: int = 0
 
 
 class Agent:
@@ -245,12 +242,10 @@ def run_agent(
         )
     kv = KvCache(settings.kv, note)
     kv.start()
-    lost = 0
     try:
-        ended = _serve(Agent(settings, kv), ready, note, trace)
+        return _serve(Agent(settings, kv), ready, note, trace)
     finally:
-        lost = kv.close()
-    return replace(ended, kv_lost=lost)
+        kv.close()
 
 
 def _serve(

@@ -9,11 +9,9 @@ import errno
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Final
 
 from kvctl.core.addresses import StoreConfig
-
-_TEMP: Final = ".kvctl-tmp"  # the suffix that the file store never lists
+from kvctl.transports.keys import TEMP_SUFFIX
 
 
 def write_options(config: StoreConfig, transport: str, options: Mapping[str, str]) -> tuple[Mapping[str, str], str]:
@@ -32,7 +30,7 @@ def _refusal(folder: str) -> str:
     """Why files in `folder` (made when missing) take no O_DIRECT; empty when they do, or cannot be made: writing will
     say that better.
     """
-    path = os.path.join(folder, f".direct-{secrets.token_hex(4)}{_TEMP}")
+    path = os.path.join(folder, f".direct-{secrets.token_hex(4)}{TEMP_SUFFIX}")
     try:
         os.makedirs(folder, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o644)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvctl.core.errors import KvctlError, UsageError
-from kvctl.node.tree import TEMP_SUFFIX, Stat, Tree, error_from, stat_of
-from kvctl.transports.keys import check_key
+from kvctl.node.tree import Stat, Tree, error_from, stat_of
+from kvctl.transports.keys import TEMP_SUFFIX, check_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,12 @@ from kvctl.core.errors import (
     TransientError,
     UsageError,
 )
-from kvctl.transports.keys import check_key
+from kvctl.transports.keys import TEMP_SUFFIX, check_key
+from kvctl.transports.links import link_open
 
-TEMP_SUFFIX: Final = ".kvctl-tmp"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block the open
 _MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_NO_LINK: Final = frozenset({errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
 _NAME_BYTES: Final = 255
 _KEY_BYTES: Final = 1024  # as S3
 
@@ -240,20 +239,8 @@ class Tree:
         """Another name of an open file, if it can have one. Raises OSError."""
         parts = check_name(key)
         temp = _temp_name(parts[-1])
-        with self._folder(parts[:-1], create=True) as folder:
-            try:
-                with _locked(folder):
-                    os.link(f"/proc/self/fd/{fd}", temp, dst_dir_fd=folder, follow_symlinks=True)
-                    os.rename(temp, parts[-1], src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError as problem:
-                if problem.errno not in _NO_LINK:
-                    raise
-                return False
-            finally:
-                with contextlib.suppress(OSError):  # renaming one name of a file to another one of it leaves both
-                    os.unlink(temp, dir_fd=folder)
-            os.fsync(folder)
-        return True
+        with self._folder(parts[:-1], create=True) as folder, _locked(folder):
+            return not link_open(fd, folder, temp, parts[-1])
 
     def delete(self, key: str, if_version: str | None = None) -> None:
         """Raises ConflictError when the object is at another version; a missing one is no error."""

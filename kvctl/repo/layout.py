@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 from blake3 import blake3
 
 from kvctl.core.errors import UsageError
+from kvctl.transports.keys import TEMP_SUFFIX
 
 REPO: Final = "repo.json"
 MEMBER: Final = "member.json"
@@ -75,8 +76,8 @@ def _refusal(name: str) -> str:
     parts = name.split("/")
     if any(part in {"", ".", ".."} for part in parts):
         return "a part of it is empty, '.' or '..'"
-    if parts[-1].endswith(".kvctl-tmp"):
-        return ".kvctl-tmp is for files being written"
+    if parts[-1].endswith(TEMP_SUFFIX):
+        return f"{TEMP_SUFFIX} is for files being written"
     if len(quote_part(name)) > _LONGEST:
         return f"it takes {len(quote_part(name))} bytes, at most {_LONGEST} fit"
     return ""

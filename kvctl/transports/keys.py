@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvctl.core.errors import UsageError
+
+# of files that are being written, where a store is a folder: never listed, and no key of such a store ends so
+TEMP_SUFFIX: Final = ".kvctl-tmp"
 
 
 def check_key(key: str) -> str:

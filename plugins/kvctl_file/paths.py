@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Final
 
 from kvctl.core.errors import UsageError
-
-# In-flight files of writers; never listed. The suffix cannot occur in a key (see `check_key`).
-TEMP_SUFFIX: Final = ".kvctl-tmp"
+from kvctl.transports.keys import TEMP_SUFFIX
 
 
 def root_of(url: str) -> str:

@@ -15,7 +15,7 @@ import secrets
 import stat as stat_module
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from kvctl.core.errors import (
     AuthError,
@@ -29,9 +29,9 @@ from kvctl.core.errors import (
     UsageError,
 )
 from kvctl.transports.api import Copied, ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
-from kvctl_file.paths import TEMP_SUFFIX, check_key, root_of
-
-_NO_LINK: Final = frozenset({errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
+from kvctl.transports.keys import TEMP_SUFFIX
+from kvctl.transports.links import link_open
+from kvctl_file.paths import check_key, root_of
 
 
 def version_of(status: os.stat_result) -> str:
@@ -179,17 +179,13 @@ class FileStore:
                 raise ConflictError(f"{self.url}: {source} is not at version {if_version} any more")
             os.fsync(fd)  # it may be another program's
             with _folder_lock(folder) as folder_fd:
-                # of the open file, whatever its name means by now
-                os.link(f"/proc/self/fd/{fd}", temp, dst_dir_fd=folder_fd, follow_symlinks=True)
-                os.rename(temp, path)
-                os.fsync(folder_fd)
+                why = link_open(fd, folder_fd, os.path.basename(temp), os.path.basename(path))
         except OSError as problem:
-            if problem.errno in _NO_LINK:
-                raise IncompatibleError(f"{origin} can have no second name", cause=problem.strerror) from problem
             raise_from(problem, path)
         finally:
             os.close(fd)
-            _unlink(temp)  # renaming one name of a file to another one of it leaves both
+        if why:
+            raise IncompatibleError(f"{origin} can have no second name", cause=why)
         return Copied(_info(key, status), shared=True)
 
     def _check_condition(self, path: str, key: str, *, if_absent: bool, if_version: str | None) -> None:
