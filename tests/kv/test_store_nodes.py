@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,4 +178,5 @@ def test_a_lease_is_not_waited_for_on_a_node_that_hangs(start: Start, tokens: ar
             assert session.hold is not None
             holder = nodes[session.hold.member.index]
             holder.stop()
+        assert [thread for thread in threading.enumerate() if thread.name == "kvctl-let-go"], "it is still asking"
         holder.resume()
