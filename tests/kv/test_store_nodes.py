@@ -22,6 +22,7 @@ from kvctl.kv.seams import MemorySink
 from kvctl.repo import metadata
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.layout import state_key
+from kvctl.repo.members import RepoMember
 from kvctl.repo.repo import Repo
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.retry import RetryStore
@@ -73,6 +74,11 @@ def stored(nodes: Sequence[NodeProcess], tokens: array[int], ctx: Context) -> tu
     assert (report.bytes, report.extra["packs_written"]) == (BYTES, BYTES // PACK)
     assert report.written > 2 * BYTES
     return prefix, repo
+
+
+def behind(nodes: Sequence[NodeProcess], member: RepoMember) -> NodeProcess:
+    """The node of a member: a repo has its own order of them."""
+    return next(node for node in nodes if member.config.url.startswith(f"node://{node.address}/"))
 
 
 def sent(nodes: Sequence[NodeProcess]) -> float:
@@ -161,7 +167,7 @@ def test_the_last_use_is_not_waited_for(start: Start, tokens: array[int], ctx: C
     _, configs = stored(nodes, tokens, ctx)
     with Repo.open(configs, ctx) as repo:
         home = metadata.home_of(repo, state_key(sessions.STATE_KIND, "alice/chat"))
-        nodes[home.index].kill()
+        behind(nodes, home).kill()
         sessions.note_use(repo, SessionName("alice", "chat"))
         retrying = getattr(home.store, "inner", None)
         assert isinstance(retrying, RetryStore)
@@ -176,7 +182,7 @@ def test_a_lease_is_not_waited_for_on_a_node_that_hangs(start: Start, tokens: ar
     with Repo.open(patient, ctx) as repo:
         with reading.StoredSession.open(repo, parse_session("alice/chat"), ctx) as session:
             assert session.hold is not None
-            holder = nodes[session.hold.member.index]
+            holder = behind(nodes, session.hold.member)
             holder.stop()
         assert [thread for thread in threading.enumerate() if thread.name == "kvctl-let-go"], "it is still asking"
         holder.resume()
