@@ -13,6 +13,7 @@ from typing import Final
 from kvctl.memory.buffers import Buffer
 from kvctl.memory.cuda import CudaDevice, require
 from kvctl.memory.devices import Device, Event, HostDevice, Span
+from kvctl.memory.shareable import Mapped
 from kvctl.testing.models import raw_header
 
 SHARDS: Final = 3
@@ -57,6 +58,9 @@ class Watched:
 
     def allocate(self, nbytes: int) -> Buffer:
         return self.inner.allocate(nbytes)
+
+    def over(self, mapped: Mapped) -> Buffer:
+        return self.inner.over(mapped)
 
     def staging(self, nbytes: int) -> Buffer:
         return self.inner.staging(nbytes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvctl.agent import wire
+from kvctl.agent.generations import SlotFile, Space
 from kvctl.agent.settings import default_socket
 from kvctl.core.errors import EnvError, MemberDownError, NotFoundError, StalledError
 
@@ -19,12 +20,21 @@ _SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class OpenedFile:
-    """A file of a slot: descriptor, size, bytes of its safetensors header (0: a side file)."""
+    """A file of a slot: descriptor, size, bytes of its safetensors header (0: a side file). `space`: where its data
+    section is on a device; then `space_fd` is the descriptor of that memory, and `fd` has the header only.
+    """
 
     name: str
     fd: int
     size: int
     header: int
+    space: Space | None = None
+    space_fd: int = -1
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.space is not None:
+            os.close(self.space_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +92,16 @@ class AgentClient:
         wire.raise_error(document)
         return document, fds
 
-    def open(self, slot: str, ident: str | None = None) -> OpenedSlot:
+    def open(self, slot: str, ident: str | None = None, *, devices: bool = False) -> OpenedSlot:
         """A lease on a slot's generation (the current one), held until this connection closes or `release`.
-        Raises NotFoundError.
+        `devices`: it may be on one. Raises NotFoundError, IncompatibleError (it is, and may not).
         """
-        document, fds = self.call_fds("open", slot=slot, ident=ident)
+        document, fds = self.call_fds("open", slot=slot, ident=ident, devices=devices)
+        known = [SlotFile.from_json(item) for item in document["files"]]
+        spaces = iter(fds[len(known) :])
         files = tuple(
-            OpenedFile(name, fd, size, header) for (name, size, header), fd in zip(document["files"], fds, strict=True)
+            OpenedFile(file.name, fd, file.size, file.header, file.space, -1 if file.space is None else next(spaces))
+            for file, fd in zip(known, fds[: len(known)], strict=True)
         )
         return OpenedSlot(
             slot, document["ident"], document["generation"], document["fingerprint"], document["source"], files

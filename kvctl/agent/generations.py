@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import re
 import time
-from dataclasses import dataclass, field
-from typing import Final
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from kvctl.core.errors import IncompatibleError, UsageError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 HAVE: Final = ".have"  # the last file of a generation: for each run of its load, the XXH3 of what has landed, or 0
 HAVE_ENTRY: Final = 8  # bytes, little endian
+HOST: Final = "cpu"
 
 
 class State(enum.Enum):
@@ -25,12 +28,66 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """`nbytes` of the device `ident` (`kvctl.memory.shareable`), where a file's data section begins at `start`."""
+
+    ident: str
+    nbytes: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlotFile:
-    """A file of a generation: `size` bytes, of which the first `header` are a safetensors header (0: a side file)."""
+    """A file of a generation: `size` bytes, of which the first `header` are a safetensors header (0: a side file).
+    `space`: where its data section is, if that is on a device.
+    """
 
     name: str
     size: int
     header: int = 0
+    space: Space | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        return self.size if self.space is None else self.header
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, wherever."""
+        return self.host_bytes + (self.space.nbytes if self.space is not None else 0)
+
+    def to_json(self) -> list[object]:
+        """As messages have it."""
+        space = self.space
+        return [self.name, self.size, self.header, None if space is None else [space.ident, space.nbytes, space.start]]
+
+    @classmethod
+    def from_json(cls, item: Sequence[Any]) -> SlotFile:  # Any: JSON
+        """The inverse. Raises ValueError and TypeError for nonsense."""
+        name, size, header, *rest = item
+        found = cls(str(name), int(size), int(header))
+        if not rest or rest[0] is None:
+            return found
+        ident, nbytes, start = rest[0]
+        space = Space(str(ident), int(nbytes), int(start))
+        if not 0 < found.header <= found.size or not 0 <= space.start <= space.nbytes - (found.size - found.header):
+            raise ValueError(f"{space} has no room for {found}")
+        return replace(found, space=space)
+
+
+def needs(files: Iterable[SlotFile]) -> Counter[str]:
+    """Bytes by place: host memory, and the devices by ident."""
+    found: Counter[str] = Counter()
+    for file in files:
+        found[HOST] += file.host_bytes
+        if file.space is not None:
+            found[file.space.ident] += file.space.nbytes
+    return found
+
+
+def devices_of(files: Iterable[SlotFile]) -> tuple[str, ...]:
+    """The idents of the devices that the files are on; none: host memory."""
+    return tuple(dict.fromkeys(file.space.ident for file in files if file.space is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +102,8 @@ class Holder:
 @dataclass(slots=True, eq=False)
 class Generation:
     """One set of weights in memory. `ident` is unique in the life of the agent and of any other. `fingerprint` names
-    the source and the slice exactly. `handles`: whatever the memory is known by, freed by the owner of the slots.
+    the source and the slice exactly. `handles`: whatever the memory is known by, freed by the owner of the slots: one
+    for each file, then one for each space.
     """
 
     slot: str
@@ -65,7 +123,7 @@ class Generation:
 
     @property
     def nbytes(self) -> int:
-        return sum(file.size for file in self.files)
+        return sum(file.nbytes for file in self.files)
 
     @property
     def lease_count(self) -> int:

@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvctl.agent.client import AgentClient
+from kvctl.agent.device_target import DeviceSlotTarget
 from kvctl.agent.driving import Driver
+from kvctl.agent.generations import HOST
 from kvctl.agent.target import SlotOptions, SlotTarget
 from kvctl.core.context import Context
-from kvctl.core.errors import InterruptedRunError, KvctlError, NothingServesError, PartialError, SwapFailedError
+from kvctl.core.errors import (
+    InterruptedRunError,
+    KvctlError,
+    NothingServesError,
+    PartialError,
+    SwapFailedError,
+    UsageError,
+)
+from kvctl.memory.devices import open_shareable
 from kvctl.transfer.report import Report
 from kvctl.weights.load import load_into
+from kvctl.weights.ondevice import devices_of, open_all
 from kvctl.weights.request import LoadRequest
 
 
@@ -32,7 +43,13 @@ def load_slot(
 
 def _load(request: LoadRequest, target: SlotTarget, peers: Sequence[str], ctx: Context) -> Report:
     target.options = replace(target.options, source=_source(request))
-    if peers:
+    if request.device != HOST:
+        if peers:
+            raise UsageError(
+                "peers load into host memory together, not onto a device", hint="leave out --peer, or --device"
+            )
+        report, _ = load_into(request, _on_devices(request, target), ctx)
+    elif peers:
         from kvctl.agent.fanning import load_with_peers
 
         report = load_with_peers(request, target, peers, ctx)
@@ -41,6 +58,13 @@ def _load(request: LoadRequest, target: SlotTarget, peers: Sequence[str], ctx: C
     if target.document is not None:
         report.extra["slot"] = dict(target.document)
     return report
+
+
+def _on_devices(request: LoadRequest, target: SlotTarget) -> DeviceSlotTarget:
+    """The agent's memory and the streams of the same devices. Raises UsageError, EnvError."""
+    names = devices_of(request)
+    target.devices = [open_shareable(name) for name in names]
+    return DeviceSlotTarget(target, *open_all(names))
 
 
 def swap_slot(
@@ -61,7 +85,10 @@ def swap_slot(
     """
     target = SlotTarget(slot, replace(options or SlotOptions(), swap=True), socket=socket)
     try:
-        report = _load(replace(request, into=f"slot:{slot}"), target, peers, ctx)
+        with AgentClient(socket, label="swap") as client:
+            serving = client.current(slot) or {}
+        device = str(serving.get("device", HOST))  # the next one goes where the old one is
+        report = _load(replace(request, into=f"slot:{slot}", device=device), target, peers, ctx)
     except KvctlError as error:
         serves = _serves(slot, socket)
         if isinstance(error, (NothingServesError, PartialError)):

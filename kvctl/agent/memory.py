@@ -5,7 +5,6 @@ nobody, the owner included, can change a byte, and whoever has a descriptor can 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -14,25 +13,11 @@ import os
 import time
 from typing import Final
 
-from kvctl.core.errors import CapacityError, EnvError
-from kvctl.memory.buffers import address_of
+from kvctl.core.errors import EnvError
+from kvctl.memory.buffers import address_of, address_of_readonly
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _SEAL_SECONDS: Final = 5.0
-
-
-def make_memfd(name: str, nbytes: int) -> int:
-    """A descriptor of fresh memory of this size. Pages are taken as they are written. Raises CapacityError."""
-    try:
-        fd = os.memfd_create(f"kvctl:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise CapacityError(f"no memory for {name}", cause=error.strerror, hint="raise `ulimit -n`") from error
-    try:
-        os.ftruncate(fd, nbytes)
-    except OSError as error:
-        os.close(fd)
-        raise CapacityError(f"no memory for {name}", cause=f"{nbytes} bytes: {error.strerror}") from error
-    return fd
 
 
 def seal(fd: int, name: str, *, seconds: float = _SEAL_SECONDS) -> None:
@@ -99,33 +84,6 @@ class MemfdBuffer:
             self._unmap()
 
 
-class _Buffer(ctypes.Structure):
-    """Py_buffer, of which we want the first field."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _readonly_address(memory: mmap.mmap) -> int:
-    # ctypes' own from_buffer takes writable memory only
-    found = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(found), 0)
-    address = int(found.buf or 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
-    return address
-
-
 class SealedBuffer:
     """A read-only mapping of a sealed memfd, for transports that send it; writing to it is a fault. The descriptor
     stays the caller's. `nbytes` is positive. See `kvctl.memory.buffers.Buffer`.
@@ -137,7 +95,7 @@ class SealedBuffer:
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self.view = memoryview(self._map)
-        self.address = _readonly_address(self._map)
+        self.address = address_of_readonly(self._map)
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):  # a view that is still out keeps the mapping alive

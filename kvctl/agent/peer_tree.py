@@ -14,10 +14,10 @@ import os
 import tempfile
 from typing import Final, Self
 
-from kvctl.agent.generations import HAVE, State
-from kvctl.agent.memory import make_memfd
+from kvctl.agent.generations import HAVE, State, devices_of
 from kvctl.agent.slots import Slots
 from kvctl.core.errors import AuthError, KvctlError, NotFoundError
+from kvctl.memory.shareable import make_memfd
 from kvctl.node.tree import Draft, Stat, Tree, check_name
 
 AGENT_DOCUMENT: Final = ".agent.json"
@@ -94,6 +94,8 @@ class SlotTree(Tree):
         if not found:
             raise NotFoundError(f"{slot}: no such slot, or nothing serves in it")
         serving = found[-1]
+        if devices_of(serving.files):
+            raise NotFoundError(f"{slot} is on {self._slots.where(serving.files)}: peers read host memory only")
         return json.dumps(
             {
                 "schema": DOCUMENT_SCHEMA,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Final, Protocol
 
-from kvctl.agent.generations import HAVE, Holder, State
+from kvctl.agent.generations import HAVE, Holder, State, devices_of
 from kvctl.agent.memory import SealedBuffer
 from kvctl.agent.slots import Slots
 from kvctl.core.errors import ConfigError, EnvError, KvctlError, NotFoundError
@@ -87,8 +87,9 @@ class Publisher:
             self._reconcile()
 
     def _reconcile(self) -> None:
-        """Publish generations that have begun to serve, withdraw those that have ended."""
-        serving = {i.slot: i.ident for i in self._slots.generations() if i.state is State.READY}
+        """Publish generations that have begun to serve, withdraw those that have ended. Not what is on a device."""
+        found = [item for item in self._slots.generations() if item.state is State.READY and not devices_of(item.files)]
+        serving = {item.slot: item.ident for item in found}
         for slot, (ident, _) in list(self._published.items()):
             if serving.get(slot) != ident:
                 self._withdraw(slot)

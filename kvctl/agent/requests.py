@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State
+from kvctl.agent.generations import HOST, Generation, Holder, Reserve, SlotFile, State, devices_of
 from kvctl.agent.kv_requests import KvRequests
 from kvctl.agent.memory import seal
-from kvctl.core.errors import ConflictError, UsageError
+from kvctl.core.errors import ConflictError, IncompatibleError, UsageError
 
 if TYPE_CHECKING:
     from kvctl.agent.server import Agent
@@ -67,24 +67,32 @@ class Session:
         if name is not None:
             slots.check_known(str(name))
         with slots.lock:
-            found = [describe(item) for item in slots.generations() if name is None or item.slot == name]
+            found = [self._describe(item) for item in slots.generations() if name is None or item.slot == name]
+            used = slots.used()
         return {
             "schema": LIST_SCHEMA,
             "socket": self._agent.settings.socket,
             "pid": os.getpid(),
             "peers": self._agent.peers_url,
             "budget_bytes": slots.budget,
-            "used_bytes": slots.used_bytes,
+            "used_bytes": used[HOST],
+            "devices": [
+                {"device": budget.name, "ident": ident, "budget_bytes": budget.nbytes, "used_bytes": used[ident]}
+                for ident, budget in slots.devices.items()
+            ],
             "slots": found,
             "kv": None if self._agent.kv is None or name is not None else self._agent.kv.describe(),
         }, ()
+
+    def _describe(self, item: Generation) -> Document:
+        return describe(item, self._agent.slots.where(item.files))
 
     def _reserve(self, document: Document) -> Answer:
         ask = Reserve(
             slot=str(document["slot"]),
             fingerprint=str(document["fingerprint"]),
             source=str(document["source"]),
-            files=tuple(SlotFile(str(name), int(size), int(header)) for name, size, header in document["files"]),
+            files=tuple(SlotFile.from_json(item) for item in document["files"]),
             facts=dict(document["facts"]),
             swap=bool(document["swap"]),
             evict_first=bool(document["evict_first"]),
@@ -114,7 +122,7 @@ class Session:
         self._agent.slots.commit(made, keep_previous=bool(document["keep_previous"]))
         del self._made[made.ident]
         self._agent.changed()
-        return describe(made), ()
+        return self._describe(made), ()
 
     def _abandon(self, document: Document) -> Answer:
         made = self._mine(document)
@@ -124,13 +132,21 @@ class Session:
 
     def _open(self, document: Document) -> Answer:
         ident = document.get("ident")
-        found, fds = self._agent.slots.acquire_fds(
-            str(document["slot"]), self._holder, None if ident is None else str(ident)
-        )
+        asked = str(document["slot"])
+        found, fds = self._agent.slots.acquire_fds(asked, self._holder, None if ident is None else str(ident))
+        if devices_of(found.files) and not document.get("devices"):
+            for fd in fds:
+                os.close(fd)
+            self._agent.slots.release(self._holder, found)
+            where = self._agent.slots.where(found.files)
+            raise IncompatibleError(
+                f"slot {asked} is on {where}, which only kvctl.attach reads",
+                hint=f"kvctl.attach({asked!r}, device=..), or load the weights into a slot in host memory too",
+            )
         self._leases[found.ident] = found
-        os.close(fds.pop())  # the last file says what has landed
-        files = [[file.name, file.size, file.header] for file in found.files[:-1]]
-        return {**describe(found), "files": files}, fds
+        os.close(fds.pop(len(found.files) - 1))  # the last file says what has landed
+        files = [file.to_json() for file in found.files[:-1]]
+        return {**self._describe(found), "files": files}, fds
 
     def _release(self, document: Document) -> Answer:
         found = self._leases.get(str(document["ident"]))
@@ -148,20 +164,22 @@ class Session:
     def _rollback(self, document: Document) -> Answer:
         found = self._agent.slots.rollback(str(document["slot"]))
         self._agent.changed()
-        return describe(found), ()
+        return self._describe(found), ()
 
 
-def describe(item: Generation) -> Document:
+def describe(item: Generation, device: str) -> Document:
     """A generation as `agent ls` shows it."""
     landed = None
     if item.state is State.LOADING and item.handles:
-        have = memoryview(os.pread(item.handles[-1], item.files[-1].size, 0)).cast("Q")
+        last = len(item.files) - 1
+        have = memoryview(os.pread(item.handles[last], item.files[last].size, 0)).cast("Q")
         landed = len(have) - have.tolist().count(0)
     return {
         "slot": item.slot,
         "generation": item.number,
         "ident": item.ident,
         "state": item.state.value,
+        "device": device,
         "bytes": item.nbytes,
         "tensors": item.facts.get("tensors"),
         "source": item.source,

@@ -22,16 +22,17 @@ from types import FrameType
 from typing import Final
 
 from kvctl.agent import wire
-from kvctl.agent.generations import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile
+from kvctl.agent.generations import HAVE, HAVE_ENTRY, Generation, Holder, Reserve, SlotFile, Space
 from kvctl.agent.kv_cache import KvCache
-from kvctl.agent.memory import make_memfd
 from kvctl.agent.publishing import Publisher, open_source
 from kvctl.agent.requests import Session
 from kvctl.agent.settings import AgentSettings
-from kvctl.agent.slots import Slots
+from kvctl.agent.slots import DeviceBudget, Slots
 from kvctl.core.errors import AuthError, EnvError, KvctlError, UsageError
 from kvctl.core.units import format_size
 from kvctl.memory.budget import memory_available
+from kvctl.memory.devices import open_shareable
+from kvctl.memory.shareable import Shareable, make_memfd
 
 _CREDENTIALS: Final = struct.Struct("3i")
 _SEND_SECONDS: Final = 30.0  # a client that takes no answer for so long is dropped
@@ -41,7 +42,7 @@ _TICK: Final = 0.5
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What an agent says once it accepts. `peers`: the URL under which other hosts read its slots, or empty;
-    `one_sided`: that for one-sided reads.
+    `one_sided`: that for one-sided reads. `devices`: bytes of each that slots may take.
     """
 
     socket: str
@@ -49,6 +50,7 @@ class Ready:
     peers: str
     one_sided: str
     pid: int
+    devices: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,26 @@ class Ended:
 
 
 class Agent:
-    """The state behind the socket. Thread-safe. KV in memory is taken out of what slots may take."""
+    """The state behind the socket. Thread-safe. KV in memory is taken out of what slots may take.
+    Raises EnvError where a device cannot share its memory.
+    """
 
     def __init__(self, settings: AgentSettings, kv: KvCache | None = None) -> None:
         self.settings = settings
         self.kv = kv
         memory = settings.memory - (settings.kv.memory if settings.kv is not None else 0)
-        self.slots = Slots(memory, _free, available=memory_available, linger=settings.linger)
+        opened = [(open_shareable(name), nbytes) for name, nbytes in settings.devices]
+        self._shareables: dict[str, Shareable] = {device.ident: device for device, _ in opened}
+        devices = {device.ident: DeviceBudget(device.name, nbytes) for device, nbytes in opened}
+        self.slots = Slots(memory, _free, devices=devices, available=memory_available, linger=settings.linger)
         self.peers_url = ""
         self.ident = secrets.token_hex(8)
         self.publisher: Publisher | None = None
         self._holders = itertools.count(1)
 
     def reserve(self, ask: Reserve, holder: Holder, runs: int) -> Generation | None:
-        """Memory for a load: a memfd for each file, and one that says which of its runs have landed.
-        Raises what `Slots.reserve` does.
+        """Memory for a load: a memfd for each file, one for what has landed, and what is on devices.
+        Raises what `Slots.reserve` does, and CapacityError where a device has less than its budget.
         """
         files = (*ask.files, SlotFile(HAVE, max(1, runs) * HAVE_ENTRY))
         made = self.slots.reserve(
@@ -86,7 +93,9 @@ class Agent:
         fds: list[int] = []
         try:
             for file in files:
-                fds.append(make_memfd(f"{ask.slot}/{file.name}", file.size))  # noqa: PERF401 - it may fail half way
+                fds.append(make_memfd(f"{ask.slot}/{file.name}", file.host_bytes))  # noqa: PERF401 - it may fail half way
+            for space in (file.space for file in files if file.space is not None):
+                fds.append(self._allocate(space, ask.slot))  # noqa: PERF401 - likewise
         except KvctlError:
             for fd in fds:
                 os.close(fd)
@@ -95,10 +104,16 @@ class Agent:
         made.handles = tuple(fds)
         return made
 
+    def _allocate(self, space: Space, slot: str) -> int:
+        device = self._shareables[space.ident]
+        if space.nbytes != device.size_of(space.nbytes):
+            raise UsageError(f"slot {slot}: {space.nbytes} bytes are no memory of {device.name}")
+        return device.allocate(space.nbytes)
+
     def ready(self) -> Ready:
         settings = self.settings
         url = self.publisher.url if self.publisher is not None else ""
-        return Ready(settings.socket, self.slots.budget, self.peers_url, url, os.getpid())
+        return Ready(settings.socket, self.slots.budget, self.peers_url, url, os.getpid(), dict(settings.devices))
 
     def changed(self) -> None:
         """Another generation may serve now."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvctl.core.addresses import StoreConfig
+from kvctl.core.errors import UsageError
+from kvctl.core.units import parse_size
+from kvctl.memory.devices import device_names
 from kvctl.node.settings import NodeSettings
 
 SOCKET_VARIABLE: Final = "KVCTL_AGENT_SOCKET"
@@ -41,8 +44,9 @@ class KvSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """`memory`: bytes that all slots, and KV in memory, may take together. `peers`: how other hosts read the slots over
-    the storage node's protocol, `one_sided`: how they do by RDMA or the like; None: not at all.
+    """`memory`: bytes of host memory that all slots, and KV in memory, may take together. `devices`: names of devices,
+    and the bytes of each that slots may take. `peers`: how other hosts read the slots over the storage node's protocol,
+    `one_sided`: how they do by RDMA or the like; None: not at all.
     """
 
     socket: str
@@ -51,6 +55,7 @@ class AgentSettings:
     one_sided: OneSided | None = None
     linger: float = field(default=5.0)
     kv: KvSettings | None = None
+    devices: tuple[tuple[str, int], ...] = ()
 
 
 def default_socket(environ: Mapping[str, str] | None = None) -> str:
@@ -63,3 +68,20 @@ def default_socket(environ: Mapping[str, str] | None = None) -> str:
     if runtime:
         return os.path.join(runtime, "kvctl", "agent.sock")
     return os.path.join(tempfile.gettempdir(), f"kvctl-{os.getuid()}", "agent.sock")
+
+
+def parse_device_memory(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Devices and bytes of each, of 'cuda:0=60GiB', 'cuda:0-7=60GiB' (60 GiB of each). Raises UsageError."""
+    found: dict[str, int] = {}
+    for text in texts:
+        devices, equals, size = text.partition("=")
+        if not equals:
+            raise UsageError(
+                f"{text!r} is not DEVICE=SIZE", hint="write it like cuda:0=60GiB, or cuda:0-7=60GiB for each"
+            )
+        for name in device_names(devices):
+            one = "cuda:0" if name == "cuda" else name
+            if one in found:
+                raise UsageError(f"{one} is given twice", hint="one --device-memory for a device")
+            found[one] = parse_size(size)
+    return tuple(found.items())

@@ -4,7 +4,8 @@ readers hold leases on a generation, and what nobody needs any more is freed. Kn
     LOADING -> STAGED (sealed, can be read by name) -> READY (current) -> PREVIOUS (kept for a rollback)
     -> DRAINING (freed with its last lease) -> FREED
 
-Every byte of every generation that is not freed counts against the budget, before it is allocated.
+Every byte of every generation that is not freed counts against the budget of host memory, or of the device that it is
+on, before it is allocated.
 """
 
 from __future__ import annotations
@@ -13,15 +14,34 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State, check_name
+from kvctl.agent.generations import (
+    HOST,
+    Generation,
+    Holder,
+    Reserve,
+    SlotFile,
+    State,
+    check_name,
+    devices_of,
+    needs,
+)
 from kvctl.core.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from kvctl.core.units import format_size
 
 LINGER: Final = 5.0  # seconds that a generation outlives the last read of a peer, which holds no lease
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Bytes of a device that slots may take. `name`: what the device is called here."""
+
+    name: str
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -38,8 +58,9 @@ class _Slot:
 
 
 class Slots:
-    """Thread-safe. `free(generation)` gives its memory back; called once for each, under the lock. `clock`: monotonic
-    seconds. `available()`: bytes that the machine still has.
+    """Thread-safe. `budget`: bytes of host memory; `devices`: those of devices, by ident. `free(generation)` gives its
+    memory back; called once for each, under the lock. `clock`: monotonic seconds. `available()`: bytes of host memory
+    that the machine still has.
     """
 
     def __init__(
@@ -47,11 +68,13 @@ class Slots:
         budget: int,
         free: Callable[[Generation], None],
         *,
+        devices: Mapping[str, DeviceBudget] | None = None,
         available: Callable[[], int] = lambda: 1 << 62,
         clock: Callable[[], float] = time.monotonic,
         linger: float = LINGER,
     ) -> None:
         self.budget = budget
+        self.devices = dict(devices or {})
         self._free = free
         self._available = available
         self._clock = clock
@@ -77,7 +100,13 @@ class Slots:
                     hint="wait for it, or end it",
                 )
             current = slot.current if slot is not None else None
-            if current is not None and current.fingerprint == ask.fingerprint:
+            same = current is not None and current.fingerprint == ask.fingerprint
+            if current is not None and (same or ask.swap) and devices_of(current.files) != devices_of(ask.files):
+                raise UsageError(
+                    f"slot {ask.slot} is on {self.where(current.files)}, not on {self.where(ask.files)}",
+                    hint=f"load into another slot, or `kvctl agent unload {ask.slot}` first",
+                )
+            if same:
                 return None
             if current is not None and not ask.swap:
                 raise UsageError(
@@ -86,7 +115,7 @@ class Slots:
                 )
             if current is None and ask.swap:
                 raise NotFoundError(f"slot {ask.slot} holds nothing to swap", hint=f"load it: --into slot:{ask.slot}")
-            self._make_room(ask, sum(file.size for file in ask.files))
+            self._make_room(ask)
             slot = self._slots.setdefault(ask.slot, _Slot(ask.slot))
             number = self._numbers[ask.slot] = self._numbers.get(ask.slot, 0) + 1
             made = Generation(
@@ -238,7 +267,7 @@ class Slots:
         with self.lock:
             found = self.find(name, ident)
             for known, fd in zip(found.files, found.handles, strict=False):
-                if known.name == file:
+                if known.name == file and known.space is None:
                     found.peer_read = found.used = self._clock()
                     return found, os.dup(fd), known
         raise NotFoundError(f"slot {name} has no file {file}")
@@ -250,8 +279,20 @@ class Slots:
 
     @property
     def used_bytes(self) -> int:
+        """Of host memory."""
+        return self.used()[HOST]
+
+    def used(self) -> Counter[str]:
+        """Bytes by place: host memory, and the devices by ident."""
         with self.lock:
-            return sum(item.nbytes for slot in self._slots.values() for item in slot.all())
+            return needs(file for item in self.generations() for file in item.files)
+
+    def where(self, files: Sequence[SlotFile]) -> str:
+        """'cpu', or the name of the device that files are on, of several 'cuda:A-B'."""
+        names = [self.devices[ident].name if ident in self.devices else ident for ident in devices_of(files)]
+        if not names:
+            return HOST
+        return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition(':')[2]}"
 
     def generations(self) -> Sequence[Generation]:
         """All that is not freed, by slot and number."""
@@ -285,9 +326,11 @@ class Slots:
             raise NotFoundError(f"no slot is called {name}", cause=f"slots here: {known}")
         return slot
 
-    def _make_room(self, ask: Reserve, wanted: int) -> None:
+    def _make_room(self, ask: Reserve) -> None:
         self.sweep()
-        if self._fits(wanted):
+        wanted = needs(ask.files)
+        lacking = self._lacking(wanted)
+        if not lacking:
             return
         slot = self._slots.get(ask.slot)
         if ask.evict_first and slot is not None:
@@ -300,35 +343,58 @@ class Slots:
                 )  # fmt: skip
             self._check_most(ask, wanted, {ask.slot})
             self.unload(ask.slot)
-            if self._fits(wanted):
-                return
+            lacking = self._lacking(wanted)
         if ask.evict:
             for item in sorted(self.generations(), key=lambda found: found.used):
-                if item.slot != ask.slot and item.state is State.READY and not item.leases:
+                if not lacking:
+                    break
+                helps = any(needs(item.files)[place] for place in lacking)
+                if item.slot != ask.slot and item.state is State.READY and not item.leases and helps:
                     self.unload(item.slot)
-                    if self._fits(wanted):
-                        return
-        raise self._full(ask, wanted)
+                    lacking = self._lacking(wanted)
+        if lacking:
+            raise self._full(ask, wanted, lacking[0])
 
-    def _fits(self, wanted: int) -> bool:
-        return self.used_bytes + wanted <= self.budget and wanted <= self._available()
+    def _budget(self, place: str) -> int:
+        if place == HOST:
+            return self.budget
+        return self.devices[place].nbytes if place in self.devices else 0
 
-    def _check_most(self, ask: Reserve, wanted: int, gone: set[str]) -> None:
+    def _lacking(self, wanted: Mapping[str, int]) -> list[str]:
+        """The places where it does not fit."""
+        used = self.used()
+        found = [place for place, nbytes in wanted.items() if used[place] + nbytes > self._budget(place)]
+        if HOST not in found and wanted[HOST] > self._available():
+            found.append(HOST)
+        return found
+
+    def _check_most(self, ask: Reserve, wanted: Mapping[str, int], gone: set[str]) -> None:
         """Nothing is freed for what does not fit even then."""
-        left = sum(i.nbytes for i in self.generations() if i.slot not in gone or i.state is State.DRAINING)
-        if left + wanted > self.budget:
-            raise self._full(ask, wanted)
+        stays = [i for i in self.generations() if i.slot not in gone or i.state is State.DRAINING]
+        left = needs(file for item in stays for file in item.files)
+        for place, nbytes in wanted.items():
+            if left[place] + nbytes > self._budget(place):
+                raise self._full(ask, wanted, place)
 
-    def _full(self, ask: Reserve, wanted: int) -> CapacityError:
-        used, available = self.used_bytes, self._available()
-        if wanted > available:
-            cause = f"it needs {format_size(wanted)}, the machine has {format_size(available)} left"
+    def _full(self, ask: Reserve, wanted: Mapping[str, int], place: str) -> CapacityError:
+        needed, used, budget = wanted[place], self.used()[place], self._budget(place)
+        details: dict[str, object] = {"needed": needed, "used": used, "budget": budget}
+        cause = f"it needs {format_size(needed)}, {format_size(used)} of {format_size(budget)} are taken"
+        what, more = "the agent's memory", "raise the agent's --memory"
+        if place == HOST:
+            details["available"] = available = self._available()
+            if needed > available:
+                cause = f"it needs {format_size(needed)}, the machine has {format_size(available)} left"
         else:
-            cause = f"it needs {format_size(wanted)}, {format_size(used)} of {format_size(self.budget)} are taken"
-        hint = "unload a slot, --evict frees what nobody uses, or raise the agent's --memory"
+            name = self.devices[place].name if place in self.devices else place
+            details["device"] = name
+            what, more = f"the agent's memory of {name}", "raise its --device-memory"
+            if place not in self.devices:
+                cause, more = "it has none of that device", "start it with --device-memory DEVICE=SIZE"
+        hint = more if not budget else f"unload a slot, --evict frees what nobody uses, or {more}"
         return CapacityError(
-            f"slot {ask.slot} does not fit into the agent's memory",
+            f"slot {ask.slot} does not fit into {what}",
             cause=cause,
             hint=f"--evict-first frees the serving generation before; or {hint}" if ask.swap else hint,
-            details={"needed": wanted, "used": used, "budget": self.budget, "available": available},
+            details=details,
         )

@@ -1,4 +1,5 @@
-"""`slot:NAME` as the target of a load: memory that the agent owns, filled from here, sealed by the agent.
+"""`slot:NAME` as the target of a load: memory that the agent owns, filled from here, sealed by the agent. What is on
+devices is filled by `kvctl.agent.device_target`, which has one of these.
 
 The agent gives descriptors of fresh memfds; the load writes into them as into any memory of its own, whatever the
 source and the transport. When all has landed and was verified, the mappings go, the agent seals the memory and lets
@@ -14,9 +15,11 @@ from typing import Any
 
 from kvctl.agent.client import AgentClient, OpenedSlot
 from kvctl.agent.driving import Driver
-from kvctl.agent.generations import HAVE, HAVE_ENTRY, check_name, check_same_shape
+from kvctl.agent.generations import HAVE, HAVE_ENTRY, SlotFile, Space, check_name, check_same_shape
 from kvctl.agent.memory import MemfdBuffer
 from kvctl.core.errors import UsageError
+from kvctl.memory.buffers import PAGE
+from kvctl.memory.shareable import Shareable
 from kvctl.weights.runs import OutputFile
 from kvctl.weights.safetensors import parse_header
 from kvctl.weights.targets import Landing
@@ -45,6 +48,8 @@ class SlotTarget:
 
     def __init__(self, slot: str, options: SlotOptions | None = None, *, socket: str | None = None) -> None:
         check_name(slot)
+        self.devices: Sequence[Shareable] = ()  # where the data sections go: one for all, or one for each output
+        self.spaces: list[tuple[Space, int]] = []  # what the agent gave there, with the descriptors
         self.slot = slot
         self.name = f"slot:{slot}"
         self.options = options or SlotOptions()
@@ -64,17 +69,21 @@ class SlotTarget:
         shapes = shapes_of((output.header, len(output.header) + output.data_size, output.name) for output in outputs)
         if options.swap:
             self._check_shapes(client, shapes)
-        files = [(output.name, len(output.header) + output.data_size, len(output.header)) for output in outputs]
-        files += [(name, len(data), 0) for name, data in side_files.items()]
-        for name, _, _ in files:
-            if name in {"", HAVE} or "/" in name:
-                raise UsageError(f"{name!r} cannot be a file of a slot")
+        spaces = [self._space(number, output) for number, output in enumerate(outputs)]
+        files = [
+            SlotFile(output.name, len(output.header) + output.data_size, len(output.header), space)
+            for output, space in zip(outputs, spaces, strict=True)
+        ]
+        files += [SlotFile(name, len(data)) for name, data in side_files.items()]
+        for file in files:
+            if file.name in {"", HAVE} or "/" in file.name:
+                raise UsageError(f"{file.name!r} cannot be a file of a slot")
         answer, fds = client.call_fds(
             "reserve",
             slot=self.slot,
             fingerprint=fingerprint,
             source=options.source,
-            files=files,
+            files=[file.to_json() for file in files],
             facts={"tensors": len(shapes)},
             runs=options.runs,
             swap=options.swap,
@@ -85,11 +94,23 @@ class SlotTarget:
             self.document = client.current(self.slot)
             return True
         self.ident, self.number = answer["ident"], answer["number"]
-        self._fill_small(outputs, side_files, fds)
+        count = len(files) + 1  # with the one that says what has landed
+        self.spaces = list(zip((space for space in spaces if space is not None), fds[count:], strict=True))
+        self._fill_small(outputs, side_files, fds[:count])
         return False
 
+    def device_of(self, output: int) -> Shareable:
+        return self.devices[output] if len(self.devices) > 1 else self.devices[0]
+
+    def _space(self, number: int, output: OutputFile) -> Space | None:
+        if not self.devices:
+            return None
+        device = self.device_of(number)
+        start = output.congruent_to % PAGE  # what can go straight there is aligned as the source is
+        return Space(device.ident, device.size_of(start + output.data_size), start)
+
     def _check_shapes(self, client: AgentClient, shapes: Shapes) -> None:
-        serving = client.open(self.slot)
+        serving = client.open(self.slot, devices=True)
         try:
             check_same_shape(read_shapes(serving), shapes)
         finally:
@@ -100,16 +121,15 @@ class SlotTarget:
         landings: list[Landing] = []
         taken = iter(fds)
         for output in outputs:
+            if self.devices:
+                _write(next(taken), output.header)
+                continue
             buffer = MemfdBuffer(next(taken), len(output.header) + output.data_size)
             self._buffers.append(buffer)
             buffer.view[: len(output.header)] = output.header
             landings.append(Landing(buffer, len(output.header)))
         for data in side_files.values():
-            fd = next(taken)
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], done)
-            os.close(fd)
+            _write(next(taken), data)
         self._have = MemfdBuffer(next(taken), max(1, self.options.runs) * HAVE_ENTRY)
         self.landings = landings
 
@@ -148,8 +168,19 @@ class SlotTarget:
         for buffer in (*self._buffers, *([self._have] if self._have is not None else [])):
             buffer.close()
         self._buffers, self._have = [], None
+        for _, fd in self.spaces:
+            os.close(fd)
+        self.spaces = []
         if self._client is not None:
             self._client.close()  # what was not committed is freed with the connection
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Fill memory from its beginning, and close it."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], done)
+    os.close(fd)
 
 
 def shapes_of(headers: Iterable[tuple[bytes, int, str]]) -> Shapes:
@@ -170,7 +201,7 @@ def read_shapes(opened: OpenedSlot) -> Shapes:
 
 def close_files(opened: OpenedSlot) -> None:
     for file in opened.files:
-        os.close(file.fd)
+        file.close()
 
 
 def make_target(value: str) -> SlotTarget:

@@ -39,6 +39,33 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+class _Buffer(ctypes.Structure):
+    """Py_buffer, of which we want the first field."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of_readonly(memory: mmap.mmap) -> int:
+    """The address of memory that may be read-only: ctypes' own from_buffer takes writable memory only."""
+    found = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(found), 0)
+    address = int(found.buf or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return address
+
+
 def round_up(nbytes: int, to: int = PAGE) -> int:
     return (nbytes + to - 1) // to * to
 

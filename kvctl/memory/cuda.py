@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvctl.core.errors import CapacityError, EnvError, UsageError
 from kvctl.core.units import format_size
 from kvctl.memory.buffers import Buffer
+from kvctl.memory.shareable import Mapped
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,41 @@ class CudaBuffer:
         self.tensor = self.tensor[:0].clone()
 
 
+class _OnGpu:
+    """What torch makes a tensor of, and keeps as long as one over it lives: then the mapping ends."""
+
+    def __init__(self, lib: Any, mapped: Mapped, device: str) -> None:  # Any: the torch module
+        self._lib, self._mapped, self._device = lib, mapped, device
+        # torch takes no memory that says of itself that it is read-only; the mapping is, where it is to be
+        self.__cuda_array_interface__ = {
+            "shape": (mapped.nbytes,), "typestr": "|u1", "data": (mapped.address, False), "version": 3
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # a broken GPU was told where it broke
+            self._lib.cuda.synchronize(self._device)  # what was begun may still read
+        with contextlib.suppress(EnvError):
+            self._mapped.unmap()
+
+
+def tensor_over(mapped: Mapped, device: str) -> torch.Tensor:
+    """The bytes of a GPU's mapped memory, which stays mapped while a tensor over it lives. Raises EnvError."""
+    lib = require(device)
+    lib.cuda.synchronize(device)  # torch's context is there from now on
+    found: torch.Tensor = lib.as_tensor(_OnGpu(lib, mapped, device), device=device)
+    return found
+
+
+class _MappedCudaBuffer(CudaBuffer):
+    def __init__(self, mapped: Mapped, device: str) -> None:
+        super().__init__(tensor_over(mapped, device))
+        self._mapped = mapped
+
+    def close(self) -> None:
+        super().close()
+        self._mapped.unmap()
+
+
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -126,6 +162,9 @@ class CudaDevice:
         # the allocator may give memory that work queued before still uses
         self._stream.wait_stream(lib.cuda.current_stream(self.name))
         return CudaBuffer(tensor)
+
+    def over(self, mapped: Mapped) -> CudaBuffer:
+        return _MappedCudaBuffer(mapped, self.name)
 
     def staging(self, nbytes: int) -> PinnedBuffer:
         return PinnedBuffer(nbytes, self.name)

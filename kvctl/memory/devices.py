@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from kvctl.core.errors import CapacityError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer, HostBuffer
+from kvctl.memory.shareable import HostMapped, HostShareable, Mapped, MappedHostBuffer, Shareable
 
 HOST_DEVICE: Final = "hostdev"
 _NAME: Final = re.compile(r"(cuda|hostdev)(?::(\d{1,4})(?:-(\d{1,4}))?)?")
@@ -59,6 +60,12 @@ class Device(Protocol):
     def staging_kind(self) -> str: ...
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of the device. Raises CapacityError, which says how much was free."""
+        ...
+
+    def over(self, mapped: Mapped) -> Buffer:
+        """A buffer over memory of the device that was mapped for writing (`kvctl.memory.shareable`), taken over: its
+        `close` ends the mapping, whoever still knows the buffer.
+        """
         ...
 
     def staging(self, nbytes: int) -> Buffer:
@@ -124,6 +131,11 @@ class HostDevice:
         self._taken += nbytes
         return HostBuffer(nbytes)
 
+    def over(self, mapped: Mapped) -> Buffer:
+        if not isinstance(mapped, HostMapped):
+            raise TypeError(f"only memory of {HOST_DEVICE} is mapped for it")
+        return MappedHostBuffer(mapped)
+
     def staging(self, nbytes: int) -> Buffer:
         return HostBuffer(nbytes)
 
@@ -181,14 +193,31 @@ def device_names(text: str) -> tuple[str, ...]:
 
 def open_device(name: str) -> Device:
     """One device: 'cuda', 'cuda:N', 'hostdev' or 'hostdev:N'. Raises UsageError, or EnvError when it is not there."""
+    one = _one(name)
+    if one.partition(":")[0] == HOST_DEVICE:
+        return HostDevice(name=one)
+    from kvctl.memory.cuda import CudaDevice
+
+    return CudaDevice(one)
+
+
+def open_shareable(name: str) -> Shareable:
+    """The memory of one device, to share with other processes; 'cuda' is 'cuda:0'. Raises UsageError, or EnvError that
+    says why it cannot, and what to install.
+    """
+    kind, _, number = _one(name).partition(":")
+    if kind == HOST_DEVICE:
+        return HostShareable(name)
+    from kvctl.memory.libcuda import CudaShareable
+
+    return CudaShareable(int(number or 0))
+
+
+def _one(name: str) -> str:
     names = device_names(name)
     if len(names) > 1:
         raise UsageError(f"{name!r} is more than one device")
-    if names[0].partition(":")[0] == HOST_DEVICE:
-        return HostDevice(name=names[0])
-    from kvctl.memory.cuda import CudaDevice
-
-    return CudaDevice(names[0])
+    return names[0]
 
 
 def wait_all(events: list[Event]) -> None:

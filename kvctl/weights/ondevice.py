@@ -132,21 +132,29 @@ def on_device(target: Target, request: LoadRequest) -> Target:
     """The target for a load with `--device`: for 'cpu' the one that was given. Raises UsageError, EnvError."""
     if request.device == "cpu" or isinstance(target, DeviceTarget):
         return target
-    names = device_names(request.device)
+    names = devices_of(request)
     if request.into not in {"none", _KEPT}:
         raise UsageError(
             f"--into {request.into} keeps weights in host memory or files, not on {request.device}",
-            hint="use --into none, the Python API (kvctl.load_weights) for tensors on a GPU, or --device cpu",
+            hint="use --into slot:NAME (of an agent with --device-memory), --into none, or --device cpu;"
+            " kvctl.load_weights gives tensors on a GPU",
         )
+    return DeviceTarget(*open_all(names), keep=request.into == _KEPT)
+
+
+def devices_of(request: LoadRequest) -> tuple[str, ...]:
+    """The devices that a load names: one, or one for each rank. Raises UsageError."""
+    names = device_names(request.device)
     if len(names) > 1 and (len(names) != request.tp_size or request.tp_rank is not None):
         raise UsageError(
             f"{request.device} are {len(names)} devices, which take a rank each",
             hint=f"add --tp-size {len(names)}, without --tp-rank",
         )
-    return DeviceTarget(*_open_all(names), keep=request.into == _KEPT)
+    return names
 
 
-def _open_all(names: Sequence[str]) -> list[Device]:
+def open_all(names: Sequence[str]) -> list[Device]:
+    """Every one of these devices, or none. Raises EnvError."""
     with contextlib.ExitStack() as stack:
         opened: list[Device] = []
         for name in names:

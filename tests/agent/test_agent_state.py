@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, State, check_name, check_same_shape
-from kvctl.agent.slots import Slots
+from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, Space, State, check_name, check_same_shape
+from kvctl.agent.slots import DeviceBudget, Slots
 from kvctl.core.errors import IncompatibleError, KvctlError, UsageError
 
 NAMES = st.sampled_from(["a", "b"])
@@ -23,7 +23,8 @@ class SlotMachine(RuleBasedStateMachine):
         super().__init__()
         self.freed: list[str] = []
         self.now = 0.0
-        self.slots = Slots(BUDGET, self.free, clock=lambda: self.now, linger=5.0)
+        devices = {"GPU-1": DeviceBudget("cuda:0", BUDGET)}
+        self.slots = Slots(BUDGET, self.free, devices=devices, clock=lambda: self.now, linger=5.0)
         self.made: list[tuple[Generation, Holder]] = []
         self.leases: list[tuple[Generation, Holder]] = []
 
@@ -33,9 +34,13 @@ class SlotMachine(RuleBasedStateMachine):
         self.freed.append(item.ident)
 
     @rule(name=NAMES, size=st.integers(0, 60), print_=st.integers(0, 3), holder=HOLDERS, swap=st.booleans(),
-          first=st.booleans(), evict=st.booleans())  # fmt: skip
-    def reserve(self, name: str, size: int, print_: int, holder: Holder, swap: bool, first: bool, evict: bool) -> None:
-        ask = Reserve(name, str(print_), "s", (SlotFile("f", size),), {}, swap, first, evict)
+          first=st.booleans(), evict=st.booleans(), there=st.booleans())  # fmt: skip
+    def reserve(
+        self, name: str, size: int, print_: int, holder: Holder, swap: bool, first: bool, evict: bool, there: bool
+    ) -> None:
+        """`there`: all but a header of one byte is on a device."""
+        file = SlotFile("f", size + 1, 1, Space("GPU-1", size, 0)) if there else SlotFile("f", size)
+        ask = Reserve(name, str(print_), "s", (file,), {}, swap, first, evict)
         with contextlib.suppress(KvctlError):
             made = self.slots.reserve(ask, holder)
             if made is not None:
@@ -90,7 +95,8 @@ class SlotMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_within_the_budget(self) -> None:
         assert self.slots.used_bytes <= BUDGET
-        assert self.slots.used_bytes == sum(item.nbytes for item in self.slots.generations())
+        assert self.slots.used()["GPU-1"] <= BUDGET
+        assert self.slots.used().total() == sum(item.nbytes for item in self.slots.generations())
 
     @invariant()
     def what_is_leased_is_there(self) -> None:

@@ -4,6 +4,8 @@ CPU's torch with streams that do nothing.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Self
@@ -13,7 +15,7 @@ import pytest
 from kvctl.core.errors import CapacityError, EnvError, UsageError
 from kvctl.memory import cuda
 from kvctl.memory.buffers import Buffer, HostBuffer
-from kvctl.memory.devices import HostDevice, Span, device_names, open_device, wait_all
+from kvctl.memory.devices import HostDevice, Span, device_names, open_device, open_shareable, wait_all
 
 
 @pytest.fixture
@@ -138,10 +140,19 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> cuda.CudaDevice:
             raise OutOfMemory("CUDA out of memory. Tried to allocate\nmore words")
         return torch.empty(size, dtype=dtype)
 
+    def as_tensor(owner: Any, *, device: str) -> object:
+        """As torch does it for a GPU: over the address, and the owner lives as long."""
+        told = owner.__cuda_array_interface__
+        assert (told["typestr"], told["version"], told["data"][1]) == ("|u1", 3, False)
+        memory = (ctypes.c_ubyte * told["shape"][0]).from_address(told["data"][0])
+        memory.owner = owner
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     fake: Any = SimpleNamespace(
         empty=empty,
         uint8=torch.uint8,
         frombuffer=torch.frombuffer,
+        as_tensor=as_tensor,
         cuda=SimpleNamespace(
             Stream=NothingStream,
             Event=NothingStream,
@@ -150,6 +161,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> cuda.CudaDevice:
             current_stream=lambda device: NothingStream(),
             current_device=lambda: 3,
             mem_get_info=lambda device: (1 << 30, 80 << 30),
+            synchronize=lambda device: None,
         ),
     )
     monkeypatch.setattr(cuda, "require", lambda device: fake)
@@ -204,3 +216,35 @@ def test_pinned_memory_that_is_looked_at_lives_on(on_cpu: cuda.CudaDevice) -> No
     held.release()
     buffer.close()
     assert buffer.tensor.numel() == 0
+
+
+def test_memory_of_another_process_is_mapped_as_long_as_a_tensor_over_it_lives(on_cpu: cuda.CudaDevice) -> None:
+    shareable = open_shareable("hostdev")
+    size = shareable.size_of(5000)
+    assert size == 8192
+    fd = shareable.allocate(size)
+    loader = on_cpu.over(shareable.map(fd, size, writable=True))
+    assert (loader.kind, loader.nbytes) == ("cuda", size)
+    staging = on_cpu.staging(16)
+    staging.view[:] = bytes(range(16))
+    on_cpu.copy_async(staging, loader, Span(0, 4000, 16)).wait()
+    assert mapped(fd) == ["rw-s"]
+    loader.close()
+    loader.close()
+    assert mapped(fd) == []
+    flat = cuda.tensor_over(shareable.map(fd, size, writable=False), "cuda:3")
+    os.close(fd)
+    kept = flat[4000:4016]
+    del flat
+    assert bytes(kept.numpy()) == bytes(range(16))
+    assert mapped() == ["r--s"]
+    del kept
+    assert mapped() == []
+
+
+def mapped(fd: int | None = None) -> list[str]:
+    """How this process has memory of the device mapped: of one descriptor, or all."""
+    inode = None if fd is None else str(os.fstat(fd).st_ino)
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        fields = [line.split() for line in file if "/memfd:kvctl:hostdev" in line]
+    return [found[1] for found in fields if inode in {None, found[4]}]

@@ -30,7 +30,11 @@ _socket = option(
 @_socket
 @option(
     "--memory", type=Size(), envvar="KVCTL_AGENT_MEMORY", metavar="SIZE",
-    help="What all slots may take together [default: three quarters of what is available].",
+    help="What all slots may take together of host memory [default: three quarters of what is available].",
+)  # fmt: skip
+@option(
+    "--device-memory", metavar="DEVICE=SIZE", multiple=True, envvar=None,
+    help="Slots may be on this GPU too, and take so much of it (cuda:0-7=60GiB: of each); may repeat.",
 )  # fmt: skip
 @option(
     "--peers", metavar="HOST:PORT", envvar="KVCTL_AGENT_PEERS", section=_PEERS,
@@ -83,6 +87,7 @@ def serve(
     *,
     socket: str | None,
     memory: int | None,
+    device_memory: tuple[str, ...],
     peers: str | None,
     key_file: str | None,
     open_to: tuple[str, ...],
@@ -106,7 +111,7 @@ def serve(
     from dataclasses import asdict
 
     from kvctl.agent.server import run_agent
-    from kvctl.agent.settings import AgentSettings, OneSided, default_socket
+    from kvctl.agent.settings import AgentSettings, OneSided, default_socket, parse_device_memory
     from kvctl.core.errors import UsageError
     from kvctl.memory.budget import memory_available
     from kvctl.node.settings import parse_listen
@@ -120,6 +125,7 @@ def serve(
         None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key, rdma, rdma_allow),
         None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
         kv=_kv_settings(kv_memory, kv_local, kv_local_bytes, kv_repo, kv_key_file),
+        devices=parse_device_memory(device_memory),
     )
 
     def ready(found: Ready) -> None:
@@ -128,7 +134,8 @@ def serve(
             return
         from kvctl.core.units import format_size
 
-        app.output.note(f"agent at {found.socket}, {format_size(found.memory)} for slots")
+        sizes = "".join(f", {format_size(nbytes)} of {name}" for name, nbytes in found.devices.items())
+        app.output.note(f"agent at {found.socket}, {format_size(found.memory)}{sizes} for slots")
         ways = " and ".join(way for way in (found.peers, found.one_sided) if way)
         app.output.note(f"peers: {ways}" if ways else "peers: none can read here (--peers)")
 

@@ -19,6 +19,7 @@ Examples:
   kvctl load-weights lab:llama70b --tp-size 8 --tp-rank 0 --into shm:llama
   kvctl load-weights lab:llama70b@3 --into dir:./copy --verify full
   kvctl load-weights lab:llama70b --into slot:llama
+  kvctl load-weights lab:llama70b --into slot:llama --device cuda:0
 """
 
 
