@@ -43,6 +43,7 @@ from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.targets import MemoryTarget
 from scripts.gpu_parts import SlowHostDevice, Watched, write_model
+from scripts.gpu_slots import slots
 
 SCHEMA: Final = "kvctl.gpu-check/1"
 ONLY_A_GPU: Final = (
@@ -50,6 +51,7 @@ ONLY_A_GPU: Final = (
     "CUDA's own errors: out of memory, a failed copy",
     "transports that write into GPU memory (nixl-gds, native-rdma with GPUDirect)",
     "tensors on cuda:N out of kvctl.load_weights",
+    "slots on a GPU: CUDA's own virtual memory calls, descriptors of them, and read-only mappings",
     "two GPUs at once",
 )
 
@@ -344,6 +346,8 @@ def run(suite: Suite, stores: list[str]) -> None:
     suite.check("a device without room", lambda: no_room(suite))
     if find_spec("torch") is not None:
         suite.check("tensors out of the Python API", lambda: tensors(suite))
+        size = sum(path.stat().st_size for path in Path(suite.model).glob("*.safetensors"))
+        suite.check("a slot of the agent", lambda: slots(suite.device, suite.model, size))
     names = (HOST_DEVICE, HOST_DEVICE)
     if suite.on_gpu:
         if require(suite.device).cuda.device_count() < 2:

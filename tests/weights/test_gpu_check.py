@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,13 +20,14 @@ def test_it_runs_the_whole_suite_and_says_what_only_a_gpu_can_show() -> None:
     document = json.loads(done.stdout)
     assert document["schema"] == "kvctl.gpu-check/1"
     assert (document["ok"], document["gpu"], document["device"]) == (True, False, "hostdev")
-    assert len(document["open"]) == 5
+    assert len(document["open"]) == 6
     names = [check["name"] for check in document["checks"]]
     assert {"load from file by file", "load from file by store-get", "load from node by native-tcp"} <= set(names)
     assert {
         "slices of two ranks", "verification and damage", "overlap of reading and copying", "a device without room",
         "two devices at once",
     } <= set(names)  # fmt: skip
+    assert ("a slot of the agent" in names) is (find_spec("torch") is not None)
     found = {check["name"]: check for check in document["checks"]}
     assert found["load from node by native-tcp"]["best"]["device"]["staging"] == "host"
     assert found["verification and damage"]["best"]["verified"] == "leaves"
