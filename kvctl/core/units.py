@@ -11,6 +11,11 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
+# What offsets of files, and waits and dates of every kind, can hold.
+MAX_SIZE: Final = (1 << 63) - 1
+MAX_AGE: Final = 100 * 31_557_600.0
+
+_DIGITS: Final = 18
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
 _AGE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|w|y)\s*$", re.IGNORECASE)
 _POWER: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -26,7 +31,16 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text!r} is not a size", hint="write it like 16MiB, 2GB or 4096")
     number, prefix, binary, _ = match.groups()
     base = 1024 if binary else 1000
-    return int(float(number) * base ** _POWER[prefix.lower()])
+    # a whole number stays exact
+    nbytes = (float(number) if "." in number else int(number[:40])) * base ** _POWER[prefix.lower()]
+    if nbytes > MAX_SIZE:
+        raise UsageError(f"{text!r} is more bytes than there are", hint="at most 8191PiB")
+    return int(nbytes)
+
+
+def is_count(text: str) -> bool:
+    """Whether `text` is a whole number as programs write it: other scripts' digits, and thousands of them, are text."""
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
 
 
 def parse_age(text: str) -> float:
@@ -34,7 +48,10 @@ def parse_age(text: str) -> float:
     match = _AGE.match(text)
     if match is None:
         raise UsageError(f"{text!r} is not a time span", hint="write it like 30s, 90m, 12h or 7d")
-    return float(match.group(1)) * _SECONDS[match.group(2).lower()]
+    seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()]
+    if seconds > MAX_AGE:
+        raise UsageError(f"{text!r} is longer than anything here lasts", hint="at most 100y")
+    return seconds
 
 
 def format_size(nbytes: int) -> str:

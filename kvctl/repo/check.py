@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvctl.core.errors import FormatError, KvctlError, NotFoundError, UsageError
+from kvctl.core.units import is_count
 from kvctl.repo import manifests, metadata
 from kvctl.repo.chunks import name_of_key
 from kvctl.repo.condemned import read_condemned
 from kvctl.repo.copying import verify_copy
-from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, REPO
+from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, REPO, is_ours
 from kvctl.repo.leases import read_holds
 from kvctl.repo.marking import Chunk, list_chunks
 from kvctl.repo.members import RepoMember, read_optional
@@ -36,7 +37,7 @@ class Share:
         if text == "all":
             return cls()
         part, _, of = text.partition("/")
-        if not (part.isdigit() and of.isdigit() and 1 <= int(part) <= int(of)):
+        if not (is_count(part) and is_count(of) and 1 <= int(part) <= int(of)):
             raise UsageError(f"{text!r} is not a share of the data", hint="write 'all' or n/t, such as 1/7")
         return cls(int(part), int(of))
 
@@ -171,7 +172,7 @@ def _count_garbage(repo: Repo, chunks: dict[str, Chunk], users: Users, result: C
         places = {member.id for member in repo.places(name[:64])}
         misplaced += len(chunks[name].sizes.keys() - places) if name in chunks else 0
     unknown = sum(name_of_key(item.key) is None for member in repo.up for item in member.store.list(CHUNKS))
-    uploads = sum(1 for member in repo.up for _ in member.store.uploads())
+    uploads = sum(is_ours(upload.key) for member in repo.up for upload in member.store.uploads())
     result.garbage = {
         "orphans": len(orphans),
         "orphan_bytes": sum(sum(chunk.sizes.values()) for chunk in orphans),

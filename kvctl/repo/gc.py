@@ -24,7 +24,7 @@ from kvctl.core.errors import NotFoundError, TransientError
 from kvctl.repo import metadata
 from kvctl.repo.chunks import chunk_key
 from kvctl.repo.condemned import Condemned, publish, read_condemned
-from kvctl.repo.layout import CONDEMNED
+from kvctl.repo.layout import CONDEMNED, is_ours
 from kvctl.repo.leases import TTL, HoldInfo, sweep_hold
 from kvctl.repo.marking import Chunk, finish_deletions, list_chunks, mark
 from kvctl.repo.members import RepoMember
@@ -217,14 +217,14 @@ def _sweep_holds(stale: Sequence[HoldInfo]) -> int:
 
 def _sweep_uploads(repo: Repo, options: GcOptions, budget: _Budget, result: GcResult) -> int:
     """Abort uploads and temp files that were begun longer than the grace period ago; while a push is under way,
-    only those older than any push gets without a sign of life.
+    only those older than any push gets without a sign of life. Others may keep their own beside the repo.
     """
     count = 0
     age = max(options.grace, TTL) if result.holds else options.grace
     for member in repo.members:
         due = member.store.now() - timedelta(seconds=age)
         for upload in list(member.store.uploads()):
-            if upload.started > due:
+            if upload.started > due or not is_ours(upload.key):
                 continue
             if not budget.take(1):
                 result.complete = False

@@ -15,7 +15,7 @@ from kvctl.core.context import Context
 from kvctl.core.errors import ConfigError, ConflictError, KvctlError, UsageError
 from kvctl.repo.format import Epoch, MemberFile, RepoFormat, check_shape, parse_member, parse_repo
 from kvctl.repo.layout import MEMBER, REPO
-from kvctl.repo.members import Found, Opener, check_endpoints, fan_out, look
+from kvctl.repo.members import Found, Opener, check_endpoints, check_vacant, fan_out, look
 
 
 def init_stores(
@@ -104,7 +104,7 @@ def _write_members(found: Sequence[Found], repo_id: str, ctx: Context, opener: O
                 raise ConfigError(
                     f"{item.config.url} is a member of another repo",
                     cause=f"it shows repo {mine.repo}, the others repo {repo_id}",
-                    hint=f"choose another place, or remove {MEMBER} and {REPO} there if that repo is gone",
+                    hint="choose another place, or empty it if that repo is gone",
                 )
             seen[mine.member] = item
             check_endpoints(item.config, mine, ctx, opener)
@@ -120,6 +120,7 @@ def _write_members(found: Sequence[Found], repo_id: str, ctx: Context, opener: O
 def _write_member(item: Found, repo_id: str, written: list[Found]) -> MemberFile:
     if item.member is not None:
         return item.member
+    check_vacant(item)
     mine = MemberFile(repo_id, secrets.token_hex(16))
     try:
         item.store.put(MEMBER, mine.to_bytes(), if_absent=True)

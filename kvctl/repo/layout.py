@@ -39,9 +39,18 @@ LOCKS: Final = "locks/"
 
 # Every key below these is metadata: a home member, copies on the others.
 METADATA: Final = (MODELS, SESSIONS, "ns/", "index/", STATE)
+# All that a repo keeps in folders: what lies below these is the repo's, to read, to sweep and to erase.
+OURS: Final = (*METADATA, CHUNKS, LEASES, "gc/", LOCKS)
 
 # A file name takes 255 bytes; the rest is for '.json' and the suffixes of files being written.
 _LONGEST = 200
+
+
+def is_ours(key: str) -> bool:
+    """Whether the key, or one that begins like it (an upload's, a temp file's), is a repo's. Others may keep objects
+    beside a repo.
+    """
+    return key.startswith((*OURS, REPO, MEMBER))
 
 
 def check_name(what: str, name: str) -> str:

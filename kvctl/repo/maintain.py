@@ -22,10 +22,10 @@ from kvctl.repo.check import Share, find_corrupt
 from kvctl.repo.copying import CopyResult, fill_places
 from kvctl.repo.epochs import MoveResult, advance, write_format
 from kvctl.repo.format import Epoch, MemberFile
-from kvctl.repo.layout import CHUNKS, INTENTS, LEASES, LOCKS, MEMBER, METADATA, OWNER, REPO
+from kvctl.repo.layout import INTENTS, LEASES, MEMBER, METADATA, OURS, OWNER, REPO
 from kvctl.repo.leases import read_holds
 from kvctl.repo.marking import finish_deletions
-from kvctl.repo.members import Found, RepoMember, check_endpoints, look, read_optional
+from kvctl.repo.members import Found, RepoMember, check_endpoints, check_vacant, look, read_optional
 from kvctl.repo.owner import Owner
 from kvctl.repo.sync import SyncResult, sync_metadata
 
@@ -215,10 +215,11 @@ def find_member(repo: Repo, which: str) -> RepoMember:
 
 def adopt(repo: Repo, found: Found) -> RepoMember:
     """Make an empty store, or one that was a member once, ready to be a member. Raises ConfigError for a store
-    of another repo.
+    of another repo, UsageError for one that holds what is nobody's.
     """
     mine = found.member
     if mine is None:
+        check_vacant(found)
         mine = MemberFile(repo.id, secrets.token_hex(16))
         try:
             found.store.put(MEMBER, mine.to_bytes(), if_absent=True)
@@ -228,7 +229,7 @@ def adopt(repo: Repo, found: Found) -> RepoMember:
         raise ConfigError(
             f"{found.config.url} is a member of another repo",
             cause=f"it shows repo {mine.repo}",
-            hint=f"choose another place, or remove {MEMBER} and {REPO} there if that repo is gone",
+            hint="choose another place, or empty it if that repo is gone",
         )
     if any(member.id == mine.member for member in repo.members):
         raise ConfigError(
@@ -284,7 +285,7 @@ def _reindexed(repo: Repo) -> list[RepoMember]:
 
 def erase(member: RepoMember) -> None:
     """Remove everything of the repo from a store that left it; its member.json goes last."""
-    _erase_keys(member, (*METADATA, "gc/", LEASES, LOCKS, CHUNKS))
+    _erase_keys(member, OURS)
     member.store.delete([REPO])
     if read_optional(member.store, MEMBER) is not None:
         member.store.delete([MEMBER])

@@ -19,9 +19,10 @@ from kvctl.core.errors import (
     MemberDownError,
     NotFoundError,
     TransientError,
+    UsageError,
 )
 from kvctl.repo.format import MemberFile, RepoFormat, parse_member, parse_repo
-from kvctl.repo.layout import MEMBER, REPO
+from kvctl.repo.layout import LOCKS, MEMBER, OURS, REPO
 from kvctl.repo.locking import SETTLE, LockingStore
 from kvctl.transfer.lanes import Member
 from kvctl.transports.api import ObjectInfo, Store, StoreCapabilities, UploadInfo
@@ -143,6 +144,21 @@ def look(config: StoreConfig, ctx: Context, opener: Opener = open_store, settle:
     if member is not None:
         check_endpoints(config, member, ctx, opener)
     return Found(config, store, member, fmt)
+
+
+def check_vacant(found: Found) -> None:
+    """Before a store becomes a member: nothing may lie where a repo keeps its own, since from then on that is read,
+    swept and, when the member leaves, erased as the repo's. Raises UsageError.
+    """
+    tickets = (f"{LOCKS}{MEMBER}/", f"{LOCKS}{REPO}/")  # of others that make a repo here, perhaps dead ones
+    for prefix in OURS:
+        first = next((item for item in found.store.list(prefix) if not item.key.startswith(tickets)), None)
+        if first is not None:
+            raise UsageError(
+                f"{found.config.url} is not empty: {prefix} is where a repo keeps its own",
+                cause=f"{first.key} is there, and no {MEMBER} says that it is of a repo",
+                hint="choose an empty place, such as a new folder or prefix",
+            )
 
 
 def check_endpoints(config: StoreConfig, member: MemberFile, ctx: Context, opener: Opener) -> None:

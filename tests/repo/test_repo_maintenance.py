@@ -291,6 +291,9 @@ def test_gc_sweeps_temp_files_and_the_intents_of_dead_processes(ctx: Context, tm
         text = repo.members[0].store.get(key)
         temp = tmp_path / "chunks" / "half.1.kvctl-tmp"
         temp.write_bytes(b"ab")
+        beside = tmp_path / "others" / "half.1.kvctl-tmp"  # somebody's who keeps files beside the repo
+        beside.parent.mkdir()
+        beside.write_bytes(b"ab")
         kept = run_gc(repo, GcOptions(grace=0))
         assert (kept.holds, kept.swept_uploads, kept.deleted_objects) == (1, 0, 0)
         place, _, pid_and_start = push_owner(text).rpartition(":")
@@ -300,6 +303,8 @@ def test_gc_sweeps_temp_files_and_the_intents_of_dead_processes(ctx: Context, tm
         gone = run_gc(repo, GcOptions(grace=0))
         assert (gone.holds, gone.swept_uploads, gone.deleted_objects) == (0, 1, 1)
         assert not temp.exists()
+        assert beside.exists()
+        assert check(repo).garbage["uploads"] == 0
 
 
 def push_owner(text: bytes) -> str:

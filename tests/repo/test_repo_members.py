@@ -20,6 +20,7 @@ from kvctl.core.errors import (
     TransientError,
     UsageError,
 )
+from kvctl.repo import admin
 from kvctl.repo.format import parse_repo
 from kvctl.repo.layout import MEMBER, REPO, model_key
 from kvctl.repo.members import AbsentStore
@@ -310,3 +311,33 @@ def test_state_counts_every_update_of_many_threads(stores: Stores, ctx: Context)
         update_state(repo, "counters", "a b", lambda _: None)
         assert read_state(repo, "counters", "a b") is None
         assert list_state(repo, "counters") == {}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["models/llama/config.json", "chunks/a", "state/b", "sessions/c", "index/d", "ns/e", "gc/f", "leases/g", "locks/h"],
+)
+def test_a_store_that_holds_something_where_a_repo_keeps_its_own_does_not_become_a_member(
+    stores: Stores, ctx: Context, key: str
+) -> None:
+    first, second, third = stores(3)
+    open_store(second).put(key, b"precious")
+    with pytest.raises(UsageError, match="is not empty") as caught:
+        Repo.init([first, second], ctx=ctx)
+    assert key in (caught.value.cause or "")
+    Repo.init([first, third], ctx=ctx).close()  # nothing is left of the attempt
+    with pytest.raises(UsageError, match="is not empty"):
+        admin.rebalance_repo([first, third, second], ctx)
+    with pytest.raises(UsageError, match="is not empty"):
+        admin.repair_repo([first, third], ctx, admin.RepairOptions(replace=((third.url, second),)))
+    assert [item.key for item in open_store(second).list()] == [key]
+
+
+def test_a_repo_leaves_alone_what_lies_beside_it(stores: Stores, ctx: Context) -> None:
+    first, second = stores(2)
+    open_store(first).put("README", b"mine")
+    open_store(first).put("weights/a.safetensors", b"mine too")
+    with Repo.init([first, second], ctx=ctx) as repo:
+        push_blobs(repo, "m", [blob("a")])
+    admin.drain_member([first, second], ctx, first.url)
+    assert [item.key for item in open_store(first).list()] == ["README", "weights/a.safetensors"]
