@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvctl.agent.generations import HOST, Generation, Holder, Reserve, SlotFile, State, devices_of
 from kvctl.agent.kv_requests import KvRequests
 from kvctl.agent.memory import seal
+from kvctl.agent.slots import dup_all
 from kvctl.core.errors import ConflictError, IncompatibleError, UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Session:
         if made is None:
             return {"state": "present"}, ()
         self._made[made.ident] = made
-        return {"state": "reserved", "ident": made.ident, "number": made.number}, [os.dup(fd) for fd in made.handles]
+        return {"state": "reserved", "ident": made.ident, "number": made.number}, dup_all(made.handles)
 
     def _mine(self, document: Document) -> Generation:
         made = self._made.get(str(document["ident"]))

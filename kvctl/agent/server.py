@@ -143,6 +143,7 @@ class ControlServer:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
+        self._own: os.stat_result | None = None  # the socket that we made
 
     def start(self) -> None:
         """Raises EnvError when another agent runs there, AuthError when the place is not ours alone."""
@@ -152,8 +153,7 @@ class ControlServer:
             raise EnvError(
                 f"an agent is running at {self._path} already", hint="use it, end it, or choose another --socket"
             )
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        _clear(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
@@ -167,6 +167,7 @@ class ControlServer:
             ) from error
         finally:
             os.umask(before)
+        self._own = os.lstat(self._path)
         listener.listen(128)
         listener.settimeout(_TICK)
         self._listener = listener
@@ -179,8 +180,9 @@ class ControlServer:
             self._thread.join()
         if self._listener is not None:
             self._listener.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            with contextlib.suppress(OSError):
+                if self._own is not None and os.path.samestat(self._own, os.lstat(self._path)):
+                    os.unlink(self._path)
         with self._lock:
             for sock in self._open:
                 with contextlib.suppress(OSError):
@@ -227,7 +229,7 @@ class ControlServer:
                         os.close(fd)
         except (wire.ClosedError, OSError):
             pass
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             self._note(f"process {pid} sent nonsense and was cut off: {type(error).__name__}: {error}")
         finally:
             session.close()
@@ -345,7 +347,9 @@ def _own_folder(folder: str) -> None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         status = os.stat(folder)
     except OSError as error:
-        raise EnvError(f"the folder {folder} cannot be used", cause=error.strerror) from error
+        raise EnvError(
+            f"the folder {folder} cannot be used", cause=error.strerror, hint="choose another place with --socket"
+        ) from error
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in {os.getuid(), 0} or writable:
         raise AuthError(
@@ -353,6 +357,20 @@ def _own_folder(folder: str) -> None:
             cause=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}",
             hint="chmod 700 it, or choose another --socket",
         )
+
+
+def _clear(path: str) -> None:
+    """Remove the socket of an agent that died. Raises EnvError for anything else that is there: it is not ours."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise EnvError(f"{path} is there and is no socket", hint="choose another --socket")
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EnvError(
+            f"the socket {path} cannot be made", cause=error.strerror, hint="choose another --socket"
+        ) from error
 
 
 def _is_alive(path: str) -> bool:

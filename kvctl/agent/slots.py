@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,7 +30,7 @@ from kvctl.agent.generations import (
     devices_of,
     needs,
 )
-from kvctl.core.errors import CapacityError, ConflictError, NotFoundError, UsageError
+from kvctl.core.errors import CapacityError, ConflictError, EnvError, NotFoundError, UsageError
 from kvctl.core.units import format_size
 
 LINGER: Final = 5.0  # seconds that a generation outlives the last read of a peer, which holds no lease
@@ -181,12 +181,21 @@ class Slots:
             return slot.current
 
     def unload(self, name: str, *, force: bool = False, previous_only: bool = False) -> int:
-        """Free the slot, bytes. Raises NotFoundError, ConflictError while somebody uses it, unless `force`: then what
-        is mapped lives on in its users only.
+        """Free the slot, bytes. Raises NotFoundError, ConflictError while it is loaded for the first time, or while
+        somebody uses it, unless `force`: then what is mapped lives on in its users only.
         """
         with self.lock:
             slot = self._known(name)
             wanted = [item for item in (None if previous_only else slot.current, slot.previous) if item is not None]
+            if not wanted and previous_only:
+                raise NotFoundError(f"slot {name} keeps no previous generation", hint="see `kvctl agent ls`")
+            if not wanted and slot.loading is not None:
+                loader = slot.loading.loader
+                raise ConflictError(
+                    f"slot {name} is being loaded",
+                    cause=f"by process {loader.pid}" if loader else None,
+                    hint="end that process: what landed is freed with it",
+                )
             held = [holder for item in wanted for holder, _ in item.leases.values()]
             if held and not force:
                 raise ConflictError(
@@ -245,7 +254,7 @@ class Slots:
         """A lease, and descriptors of our own of the generation's files, which the caller closes."""
         with self.lock:
             found = self.acquire(name, holder, ident)
-            return found, [os.dup(fd) for fd in found.handles]
+            return found, dup_all(found.handles)
 
     # -- looking -------------------------------------------------------------------------------------------
 
@@ -398,3 +407,18 @@ class Slots:
             hint=f"--evict-first frees the serving generation before; or {hint}" if ask.swap else hint,
             details=details,
         )
+
+
+def dup_all(fds: Iterable[int]) -> list[int]:
+    """Descriptors of our own. Raises EnvError when there are too few, and takes none then."""
+    found: list[int] = []
+    try:
+        for fd in fds:
+            found.append(os.dup(fd))  # noqa: PERF401 - it may fail half way
+    except OSError as error:
+        for fd in found:
+            os.close(fd)
+        raise EnvError(
+            "the agent has too few file descriptors", cause=error.strerror, hint="raise its `ulimit -n`"
+        ) from error
+    return found

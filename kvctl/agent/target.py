@@ -52,6 +52,7 @@ class SlotTarget:
         self.spaces: list[tuple[Space, int]] = []  # what the agent gave there, with the descriptors
         self.slot = slot
         self.name = f"slot:{slot}"
+        self.address = "" if socket else f"slot://{slot}"
         self.options = options or SlotOptions()
         self.landings: Sequence[Landing] | None = None
         self.ident = ""

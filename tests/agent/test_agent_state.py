@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvctl.agent.generations import Generation, Holder, Reserve, SlotFile, Space, State, check_name, check_same_shape
 from kvctl.agent.slots import DeviceBudget, Slots
-from kvctl.core.errors import IncompatibleError, KvctlError, UsageError
+from kvctl.core.errors import ConflictError, IncompatibleError, KvctlError, NotFoundError, UsageError
 
 NAMES = st.sampled_from(["a", "b"])
 HOLDERS = st.integers(1, 4).map(lambda number: Holder(number, 1000 + number))
@@ -160,3 +160,19 @@ def test_names_that_no_slot_can_have_are_refused(name: str) -> None:
 def test_other_shapes_are_named(new: dict[str, tuple[str, tuple[int, ...]]], words: str) -> None:
     with pytest.raises(IncompatibleError, match=words):
         check_same_shape({"a": ("F32", (2,)), "b": ("F32", (3,))}, new)
+
+
+def test_a_slot_that_has_nothing_to_free_says_so() -> None:
+    slots = Slots(BUDGET, lambda _: None)
+    holder = Holder(1, 4711)
+    made = slots.reserve(Reserve("a", "1", "s", (SlotFile("f", 5),), {}, False, False, False), holder)
+    assert made is not None
+    for force in (False, True):
+        with pytest.raises(ConflictError, match="is being loaded") as caught:
+            slots.unload("a", force=force)
+        assert "4711" in (caught.value.cause or "")
+    slots.stage(made)
+    slots.commit(made)
+    with pytest.raises(NotFoundError, match="no previous generation"):
+        slots.unload("a", previous_only=True)
+    assert slots.unload("a") == 5

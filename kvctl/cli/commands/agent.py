@@ -108,6 +108,7 @@ def serve(
     Only this user's processes (and root's) can use the socket. SIGTERM or Ctrl-C ends the agent with 0; what is
     attached stays with those who have it mapped. See `kvctl help agent`.
     """
+    import os
     from dataclasses import asdict
 
     from kvctl.agent.server import run_agent
@@ -120,7 +121,7 @@ def serve(
     if peers is None and (key_file is not None and open_to):
         raise UsageError("--allow-unauthenticated without --peers", hint="--peers HOST:PORT says where to listen")
     settings = AgentSettings(
-        socket or default_socket(),
+        os.path.abspath(os.path.expanduser(socket)) if socket else default_socket(),
         memory or memory_available() * 3 // 4,
         None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key, rdma, rdma_allow),
         None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
