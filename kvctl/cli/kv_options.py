@@ -164,7 +164,7 @@ def read_tokens(path: str | None) -> array[int] | None:
         return token_ids(data, path)
     try:
         listed = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON list of token ids", cause=str(error)) from error
     if not isinstance(listed, list) or not all(type(item) is int for item in listed):
         raise UsageError(f"{path} is no JSON list of token ids", hint="write [1, 2, 3], or u32 in a .bin file")
@@ -176,7 +176,7 @@ def bundle_target(text: str, option_name: str) -> str | BinaryIO:
     from kvctl.core.errors import EnvError
 
     if text == "-":
-        stream = sys.stdin.buffer if option_name == "SOURCE" else sys.stdout.buffer
+        stream: BinaryIO = sys.stdin.buffer if option_name == "SOURCE" else sys.stdout.buffer
         if stream.isatty():
             raise UsageError("a bundle is no text for a terminal", hint="pipe it, or use bundle:PATH")
         return stream
@@ -190,7 +190,9 @@ def bundle_target(text: str, option_name: str) -> str | BinaryIO:
         raise UsageError(
             f"{text!r} is no {option_name} of KV", hint=f"write bundle:{text}" if not colon else "bundle:PATH, or -"
         )
-    return value
+    from kvctl.core.addresses import expand_home
+
+    return expand_home(value)
 
 
 def labels_of(items: tuple[str, ...]) -> dict[str, str]:

@@ -19,6 +19,7 @@ import contextlib
 import json
 import mmap
 import os
+import stat
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from kvctl.kv.identity import Descriptor
 from kvctl.kv.seams import LayerKv, MemorySource, Slot, slot_of
 from kvctl.kv.tokens import Extra, Tokens, token_bytes, token_ids
 from kvctl.memory.files import cannot_write
+from kvctl.memory.whole import whole_file
 
 FORMAT: Final = "kvctl.bundle"
 _MAX_HEADER: Final = 100_000_000  # the limit of the safetensors reference implementation
@@ -96,8 +98,11 @@ def read_bundle(source: str | os.PathLike[str] | BinaryIO, where: str | None = N
 
 def _read_file(path: str, where: str) -> Bundle:
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise EnvError(f"{path} is no file", hint="'-' reads a bundle from stdin")
+            size = status.st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
     except FileNotFoundError:
         raise NotFoundError(f"there is no {path}", hint="check the path") from None
@@ -361,23 +366,16 @@ def write_bundle(
     header, slots = bundle_header(descriptor, tokens, starts, token_ids=token_ids, producer=producer, extras=extras)
     pieces = [memoryview(header), *_pieces(layers, slots)]
     if not isinstance(target, (str, os.PathLike)):
-        for piece in pieces:
-            target.write(piece)
-        target.flush()
-    else:
-        path = os.fspath(target)
-        temporary = f"{path}.kvctl-tmp"
         try:
-            with open(temporary, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            for piece in pieces:
+                target.write(piece)
+            target.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise cannot_write(path, error) from error
+            raise cannot_write("the stream", error) from error
+    else:
+        with whole_file(os.fspath(target)) as file:
+            for piece in pieces:
+                file.write(piece)
     return sum(len(piece) for piece in pieces)
 
 

@@ -10,11 +10,11 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NoReturn
 
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
-from kvctl.core.errors import InterruptedRunError, KvctlError, NotFoundError, PartialError
+from kvctl.core.errors import EnvError, InterruptedRunError, KvctlError, NotFoundError, PartialError, UsageError
 from kvctl.kv.access import secret_of
 from kvctl.kv.bundle import read_bundle, write_bundle
 from kvctl.kv.identity import Descriptor, Group
@@ -160,17 +160,26 @@ class ExportRequest:
 
 
 def export_sessions(request: ExportRequest, ctx: Context) -> Exchanged:
-    """A bundle per session, each whole or absent; one that fails does not stop the others."""
+    """A bundle per session, each whole or absent; one that fails does not stop the others. Raises UsageError for two
+    generations of one session.
+    """
     with Repo.open(request.repo, ctx) as repo:
         found = [
             item
             for text in request.patterns
             for item in _latest(matching(repo, [text], allow_empty=request.allow_empty), text)
         ]
-    rows: list[dict[str, Any]] = []  # Any: JSON
-    for item in dict.fromkeys(found):
-        ctx.cancel.check("exporting")
+    chosen: dict[str, Generation] = {}
+    for item in found:
         path = os.path.join(request.folder, item.session.tenant, f"{item.session.name}{SUFFIX}")
+        other = chosen.setdefault(path, item)
+        if other != item:
+            raise UsageError(
+                f"{other} and {item} would both become {path}", hint="name one generation of a session, or none"
+            )
+    rows: list[dict[str, Any]] = []  # Any: JSON
+    for path, item in chosen.items():
+        ctx.cancel.check("exporting")
         row: dict[str, Any] = {"session": str(item), "path": path, "tokens": 0, "bytes": 0, "problem": ""}  # Any: JSON
         try:
             pull = PullSession(request.repo, str(item), key=request.key, strict=True, max_rate=request.max_rate)
@@ -237,10 +246,14 @@ def import_bundles(request: ImportRequest, ctx: Context) -> Exchanged:
 
 
 def bundles_in(folder: str) -> list[str]:
-    """TENANT/NAME.safetensors below the folder, sorted. Raises NotFoundError."""
+    """TENANT/NAME.safetensors below the folder, sorted. Raises NotFoundError, EnvError where it cannot be read."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise EnvError(f"{error.filename} cannot be read", cause=error.strerror) from error
+
     found = sorted(
         os.path.relpath(os.path.join(place, name), folder)
-        for place, _, names in os.walk(folder)
+        for place, _, names in os.walk(folder, onerror=refuse)
         for name in names
         if name.endswith(SUFFIX) and os.path.relpath(place, folder) != os.curdir
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +12,7 @@ from typing import Any, Final
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import KvctlError, NotFoundError, UsageError
-from kvctl.memory.files import cannot_write
+from kvctl.memory.whole import whole_file
 from kvctl.repo.repo import Repo
 from kvctl.transfer.lanes import open_lanes
 from kvctl.transfer.report import Report
@@ -254,31 +251,13 @@ def digest_model(
             report.transport = lanes.report()
     found = DigestsFile(tuple(digests))
     if out is not None:
-        write_atomically(out, json.dumps(found.to_json(), indent=1).encode() + b"\n")
+        with whole_file(out) as file:
+            file.write(json.dumps(found.to_json(), indent=1).encode() + b"\n")
     watch.stop(report)
     report.tensors = len(digests)
     report.extra["digest"] = found.digest
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return found, report
-
-
-def write_atomically(path: str, data: bytes) -> None:
-    """Temp file beside it, fsync, rename. Raises what `cannot_write` says."""
-    folder = os.path.dirname(os.path.abspath(path))
-    temp = ""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvctl-", delete=False) as file:
-            temp = file.name
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temp, 0o644)
-        os.rename(temp, path)
-    except OSError as error:
-        if temp:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
-        raise cannot_write(path, error) from error
 
 
 def verify_model(request: LoadRequest, ctx: Context) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from importlib.resources import files
@@ -403,3 +404,71 @@ def test_advice_from_a_model_and_a_report(kvctl: Kvctl, lab: Path, model: Path) 
     assert done.code == 0, done.err
     assert done.out.startswith("do not store:")
     assert kvctl("kv", "advise", "--tokens", "10").code == 2
+
+
+def test_copies_of_a_glob_are_one_document_and_one_that_fails_stops_no_other(kvctl: Kvctl, lab: Path) -> None:
+    done = kvctl("kv", "cp", "*/*", "--to", "b", "-o", "json")
+    assert done.code == 0, done.err
+    rows = {row["session"]: row["report"]["command"] for row in done.document["sessions"]}
+    assert rows == {"alice/chat@2": "kv cp", "bob/other@1": "kv cp"}
+    again = kvctl("kv", "cp", "bob/*", "--to", "b", "-o", "json")
+    assert [row["session"] for row in again.document["sessions"]] == ["bob/other@1"]
+    lines = kvctl("kv", "cp", "*/*", "--to", "b", "-o", "jsonl").out.splitlines()
+    assert [json.loads(line)["session"] for line in lines] == ["alice/chat@2", "bob/other@1"]
+    assert kvctl("kv", "cp", "bob/other", "--to", "b", "-o", "json").document["schema"] == "kvctl.report/1"
+    assert kvctl("kv", "cp", "none/*", "--to", "b").code == 4
+    assert kvctl("repo", "init", "-r", "./c").code == 0
+    for path in (lab / "a" / "sessions" / "alice").rglob("2.json"):
+        path.write_text("{}")
+    partly = kvctl("kv", "cp", "*/*", "--to", "./c", "-o", "json")
+    assert partly.code == 3
+    assert [bool(row["problem"]) for row in json.loads(partly.out)["sessions"]] == [True, False]
+    assert partly.error["details"] == {"failed": ["alice/chat@2"]}
+
+
+def test_two_generations_of_a_session_are_not_exported_over_each_other(kvctl: Kvctl, lab: Path) -> None:
+    done = kvctl("kv", "export", "alice/chat@*", "--to", "out", "-o", "json")
+    assert done.code == 2
+    assert "alice/chat@1 and alice/chat@2" in done.error["what"]
+    assert not (lab / "out").exists()
+    assert kvctl("kv", "export", "alice/chat@1", "alice/chat@1", "--to", "out").code == 0
+
+
+def test_a_pipe_and_a_broken_link_in_a_folder_of_bundles_are_told(kvctl: Kvctl, lab: Path) -> None:
+    assert kvctl("kv", "export", "*/*", "--to", "out").code == 0
+    os.mkfifo(lab / "out" / "bob" / "pipe.safetensors")
+    (lab / "out" / "bob" / "link.safetensors").symlink_to("none")
+    done = kvctl("kv", "import", "out", "-r", "b", "-o", "json")
+    assert done.code == 3
+    problems = {row["session"]: row["problem"] for row in done.document["sessions"]}
+    assert "is no file" in problems["bob/pipe"]
+    assert "there is no" in problems["bob/link"]
+    assert not problems["bob/other@1"]
+    assert kvctl("kv", "push", f"bundle:{lab}/out/bob/pipe.safetensors", "a/b").code == 10
+
+
+@pytest.mark.parametrize("layers", ["0-99999999999", "²", "3-1", "0-99999", "1-2-3", ""])
+def test_layers_that_no_model_has_are_2_at_once(kvctl: Kvctl, lab: Path, layers: str) -> None:
+    assert kvctl("kv", "pull", "alice/chat", "--layers", layers).code == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "1" * 5000, "[" + "1" * 5000 + "]", "[-1]", "[4294967296]", "[1.5]", "[true]", "\ud800"]
+)
+def test_token_files_that_hold_no_tokens_are_2(kvctl: Kvctl, lab: Path, text: str) -> None:
+    (lab / "t.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    done = kvctl("kv", "pull", "alice/chat", "--tokens", "t.json", "-o", "json")
+    assert done.code == 2, done.err
+
+
+def test_a_bundle_whose_reader_leaves_is_told(lab: Path, surroundings: dict[str, str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [PROGRAM, "kv", "pull", "alice/chat", "--into", "-", "-o", "json"], env=surroundings, cwd=lab, stdout=write,
+        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 10
+    assert "the stream cannot be written" in done.stderr
+    assert "Exception" not in done.stderr

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvctl.cli.app import App, S3Flags, current
-from kvctl.cli.commands.report import show_report
+from kvctl.cli.commands.report import saved_report, show_report
 from kvctl.cli.documents import cell, render
 from kvctl.cli.kv_options import (
     PATTERNS,
@@ -27,7 +28,12 @@ from kvctl.cli.kv_options import (
 from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Age, Size, allow_empty_option, argument, dry_run_option, option, s3_options
 from kvctl.cli.tables import table
-from kvctl.core.errors import PartialError, UsageError
+from kvctl.core.errors import InterruptedRunError, KvctlError, PartialError, UsageError
+from kvctl.core.units import is_count
+
+if TYPE_CHECKING:
+    from kvctl.core.context import Context
+    from kvctl.transfer.report import Report
 
 in_flight_option = option(
     "--max-in-flight",
@@ -45,6 +51,7 @@ codec_option = option(
 )
 label_option = option("--label", "labels", multiple=True, metavar="K=V", envvar=None, help="A label; repeat for more.")
 ENGINE = "engine:"
+MOST_LAYERS = 100_000
 PUSH_EXAMPLES = """\b
 Examples:
   kvctl kv push bundle:chat.safetensors alice/chat1 -r lab
@@ -268,8 +275,10 @@ def numbers(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not is_count(first) or (dash and not is_count(last)) or int(last or first) < int(first):
             raise UsageError(f"{text!r} is no list of layers", hint="write it like 0-3,7")
+        if int(last or first) >= MOST_LAYERS:
+            raise UsageError(f"{text!r} names more layers than any model has", hint="write it like 0-3,7")
         found += range(int(first), int(last or first) + 1)
     return tuple(sorted(set(found)))
 
@@ -321,29 +330,64 @@ def cp(
             raise UsageError(
                 f"{pattern!r} names {len(names)} sessions, TARGET and --tokens are for one", hint="use --to"
             )
-        reports = [
-            copy_session(
-                CopySession(
-                    source=origin.stores,
-                    address=name,
-                    target=goal.stores,
-                    new_address=new_name or None,
-                    source_key=origin.key,
-                    target_key=goal.key,
-                    tokens=transcript,
-                    max_rate=max_rate,
-                ),
-                ctx,
+
+        def copy(name: str) -> Report:
+            wanted = CopySession(
+                source=origin.stores,
+                address=name,
+                target=goal.stores,
+                new_address=new_name or None,
+                source_key=origin.key,
+                target_key=goal.key,
+                tokens=transcript,
+                max_rate=max_rate,
             )
-            for name in names
-        ]
-    for report in reports:
-        show_report(app, report)
+            return copy_session(wanted, ctx)
+
+        if not is_glob(pattern):
+            show_report(app, copy(names[0]))
+            return
+        rows = [_copied(app, ctx, name, copy) for name in names]
+    app.output.rows("kvctl.kv-copied/1", "sessions", rows, _copies)
+    failed = [row for row in rows if row["problem"]]
+    if failed:
+        raise PartialError(
+            f"{len(failed)} of {len(rows)} sessions were not copied",
+            cause=f"{failed[0]['session']}: {failed[0]['problem']}",
+            hint="the others are done; run it again for these",
+            details={"failed": [row["session"] for row in failed]},
+        )
+
+
+def _copied(app: App, ctx: Context, name: str, copy: Callable[[str], Report]) -> dict[str, Any]:  # Any: JSON
+    """One session of many: its report, or why there is none."""
+    ctx.cancel.check("copying sessions")
+    try:
+        return {"session": name, "problem": "", "report": saved_report(app, copy(name))}
+    except InterruptedRunError:
+        raise
+    except KvctlError as error:
+        if ctx.cancel.stopping:
+            raise
+        return {"session": name, "problem": str(error), "report": None}
+
+
+def _copies(rows: list[Mapping[str, Any]]) -> str:  # Any: JSON
+    from kvctl.cli.reports import render
+
+    shown = (
+        render(row["report"]) if row["report"] else f"{row['session']} was not copied: {row['problem']}" for row in rows
+    )
+    return "\n\n".join(shown)
+
+
+def is_glob(pattern: str) -> bool:
+    return bool(set(pattern) & set("*?["))
 
 
 def _expand(app: App, stores: Any, pattern: str, ctx: Any) -> list[str]:  # Any: as the use cases take them
     """The sessions that a name or glob means: the latest generation where none is named."""
-    if not set(pattern) & set("*?["):
+    if not is_glob(pattern):
         return [pattern]
     from kvctl.kv.inspecting import list_sessions
 

@@ -109,8 +109,10 @@ def inspect(
     app = current()
     flags = S3Flags(**s3)
     if session.startswith(BUNDLE):
+        from kvctl.core.addresses import expand_home
+
         with app.running() as ctx:
-            document = _bundle(session.removeprefix(BUNDLE))
+            document = _bundle(expand_home(session.removeprefix(BUNDLE)))
             meaning = document.pop("meaning")
             document |= _compared(app, ctx, flags, model, model_digests, dtype, meaning, None, "")
         app.output.result(document, lambda: _details(document))
