@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Final, Protocol
-from urllib.parse import urlsplit
 
+from kvctl.core.addresses import split_url
 from kvctl.core.errors import EnvError, UsageError
 
 _SECONDS: Final = 5.0
@@ -146,7 +146,7 @@ def open_latencies(text: str) -> Latencies:
 
 
 def _parts(url: str) -> tuple[str, int, bool, str]:
-    parts = urlsplit(url)
+    parts = split_url(url, port=True)
     if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
         raise UsageError(f"{url!r} is no http(s) URL without credentials")
     secure = parts.scheme == "https"

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from kvctl.core.errors import UsageError
 
@@ -36,6 +36,31 @@ class StoreConfig:
         return self.url.partition("://")[0]
 
 
+def expand_home(path: str) -> str:
+    """`path` with the home directory for a `~` at its start. Raises UsageError for a user who is not known, or has no
+    home: a folder called '~' is what nobody means.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise UsageError(f"{path!r} names no home directory that is known here", hint=f"for a path write ./{path}")
+    return found
+
+
+def split_url(text: str, *, port: bool = False) -> SplitResult:
+    """The parts of a URL; with `port` its port is a number, or none is there. Raises UsageError for what has no parts:
+    brackets that do not close, a port that is none.
+    """
+    try:
+        parts = urlsplit(text)
+        if port:
+            parts.port  # noqa: B018 - reading it checks it
+    except ValueError as error:
+        raise UsageError(
+            f"{text.rpartition('@')[2]!r} is not a URL", cause=str(error), hint="write scheme://HOST:PORT/PATH"
+        ) from None
+    return parts
+
+
 def parse_store(text: str, *, endpoints: tuple[str, ...] = (), options: Mapping[str, str] | None = None) -> StoreConfig:
     """The store behind a URL or a path. A path becomes `file:///absolute`. Query parameters are options;
     `endpoint` may repeat. Raises UsageError for credentials in the URL and for an empty address.
@@ -45,7 +70,7 @@ def parse_store(text: str, *, endpoints: tuple[str, ...] = (), options: Mapping[
     match = _SCHEME.match(text)
     if match is None:
         return StoreConfig(f"file://{os.path.abspath(text)}", endpoints, dict(options or {}))
-    parts = urlsplit(text)
+    parts = split_url(text)
     if "@" in parts.netloc:
         raise UsageError(
             "a store URL with credentials in it is refused",
@@ -126,7 +151,7 @@ def parse_weights(text: str, *, endpoints: tuple[str, ...] = (), options: Mappin
     if _SCHEME.match(text):
         return PathOrUrl(parse_store(text, endpoints=endpoints, options=options))
     if text.startswith(("/", "./", "../", "~")) or text in {".", ".."}:
-        return PathOrUrl(parse_store(os.path.expanduser(text)))
+        return PathOrUrl(parse_store(expand_home(text)))
     if re.match(r"^[A-Za-z]:[\\/]", text) or "\\" in text:
         raise UsageError(
             f"{text!r} looks like a Windows path",
@@ -187,6 +212,6 @@ def parse_target(text: str) -> Target:
         raise UsageError(
             f"{text!r} names nothing after the colon", hint="write dir:PATH, shm:NAME, slot:NAME or engine:URL"
         )
-    if kind == "engine" and "@" in urlsplit(value).netloc:
+    if kind == "engine" and "@" in split_url(value).netloc:
         raise UsageError("an engine URL with credentials in it is refused")
     return Target(kind, value)

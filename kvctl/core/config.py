@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from kvctl.core.addresses import StoreConfig, parse_store
+from kvctl.core.addresses import StoreConfig, expand_home, parse_store
 from kvctl.core.errors import ConfigError, UsageError
-from kvctl.core.units import parse_age, parse_size
+from kvctl.core.units import MAX_AGE, MAX_SIZE, parse_age, parse_size
 
 PROJECT_FILE: Final = "kvctl.toml"
+MAX_COUNT: Final = 1_000_000
 
 
 Kind = Literal["text", "bool", "int", "size", "age", "table"]
@@ -122,12 +123,15 @@ class Config:
 
 
 def user_file(environ: Mapping[str, str]) -> str:
-    """The user's config file, whether it exists or not."""
+    """The user's config file, whether it exists or not; empty for a user who has no home."""
     import platformdirs
 
     home = environ.get("XDG_CONFIG_HOME")
-    folder = os.path.join(home, "kvctl") if home else platformdirs.user_config_dir("kvctl")
-    return os.path.join(folder, "config.toml")
+    try:
+        folder = os.path.join(home, "kvctl") if home else platformdirs.user_config_dir("kvctl")
+    except RuntimeError:
+        return ""
+    return "" if folder.startswith("~") else os.path.join(folder, "config.toml")
 
 
 def project_file(start: str) -> str | None:
@@ -241,6 +245,10 @@ def _read(path: str, source: Source) -> _Layer:
         raise ConfigError(f"{path} is not valid TOML", cause=f"line {line}: not UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise _broken(path, text, str(error)) from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML", cause="it is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits, a date that no calendar has
+        raise ConfigError(f"{path} is not valid TOML", cause=str(error)) from error
     return _layer(_File(path, text), document, source)
 
 
@@ -292,7 +300,9 @@ def _repo(file: _File, name: str, value: object, source: Source, origin: str) ->
         )
     stores = tuple(_store(file, f"{key}.stores[{index}]", entry) for index, entry in enumerate(entries))
     key_file = (
-        os.path.expanduser(file.text_of(table["kv_key_file"], f"{key}.kv_key_file")) if "kv_key_file" in table else None
+        _home(file, f"{key}.kv_key_file", file.text_of(table["kv_key_file"], f"{key}.kv_key_file"))
+        if "kv_key_file" in table
+        else None
     )
     return RepoConfig(name, stores, key_file, source, origin)
 
@@ -328,11 +338,18 @@ def _store(file: _File, key: str, value: object) -> StoreConfig:
         options[name] = _option_text(item)
     if "://" not in url:
         # relative to the file, so that the meaning does not change with the current directory
-        url = os.path.join(os.path.dirname(os.path.abspath(file.path)), os.path.expanduser(url))
+        url = os.path.join(os.path.dirname(os.path.abspath(file.path)), _home(file, key, url))
     try:
         return parse_store(url, endpoints=ways, options=options)
     except UsageError as error:
         raise ConfigError(f"{file.path}: {key}.url: {error.what}", cause=error.cause, hint=error.hint) from error
+
+
+def _home(file: _File, key: str, path: str) -> str:
+    try:
+        return expand_home(path)
+    except UsageError as error:
+        raise file.fail(key, error.what, hint=error.hint) from error
 
 
 def _option_text(value: object) -> str:
@@ -355,8 +372,13 @@ def _from_toml(file: _File, spec: SettingSpec, value: object) -> object:
     if isinstance(value, bool):
         raise file.fail(key, f"must be {_KIND_WORDS[spec.kind]}, not {_named(value)}")
     if spec.kind in {"int", "size"} and isinstance(value, int):
+        low, high = (1, MAX_COUNT) if spec.kind == "int" else (0, MAX_SIZE)
+        if not low <= value <= high:
+            raise file.fail(key, f"= {value} is not between {low} and {high}")
         return value
     if spec.kind == "age" and isinstance(value, (int, float)):
+        if not 0 <= value <= MAX_AGE:
+            raise file.fail(key, f"= {value} is not a number of seconds from 0 to {MAX_AGE:.0f}")
         return float(value)
     if spec.kind == "int" or not isinstance(value, str):
         raise file.fail(key, f"must be {_KIND_WORDS[spec.kind]}, not {_named(value)}")
@@ -387,9 +409,10 @@ def _parse(spec: SettingSpec, text: str) -> object:
     if spec.kind == "age":
         return parse_age(text)
     if spec.kind == "int":
-        if not text.strip().isdigit():
-            raise UsageError(f"{text!r} is not a whole number")
-        return int(text)
+        digits = text.strip()
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 8 and 1 <= int(digits) <= MAX_COUNT):
+            raise UsageError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}")
+        return int(digits)
     if spec.kind == "bool":
         lowered = text.strip().lower()
         if lowered not in {"1", "0", "true", "false", "yes", "no", "on", "off"}:

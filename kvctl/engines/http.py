@@ -9,9 +9,10 @@ import json
 import ssl
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from kvctl.core import errors
+from kvctl.core.addresses import split_url
 from kvctl.core.errors import (
     AuthError,
     IncompatibleError,
@@ -35,7 +36,7 @@ class EngineClient:
     """`url`: http(s)://HOST:PORT. `api_key`: sent as a bearer token."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        parts = urlsplit(url)
+        parts = split_url(url, port=True)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/") or parts.username:
             raise UsageError(f"{url!r} is no engine", hint="write engine:http://HOST:PORT")
         self.url = f"{parts.scheme}://{parts.netloc}"

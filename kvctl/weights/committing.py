@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvctl.core.errors import ConflictError, UsageError
+from kvctl.core.units import is_count
 from kvctl.repo.layout import model_key
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
@@ -32,7 +33,7 @@ def commit_model(push: Push, repo: Repo, manifest: ModelManifest, wanted: str | 
                 f"model {manifest.name} has a version {wanted} already, with other content",
                 hint="choose another --version, or remove that one with `kvctl models rm`",
             )
-        version = wanted or str(1 + max((int(v.version) for v in versions if v.version.isdigit()), default=0))
+        version = wanted or str(1 + max((int(v.version) for v in versions if is_count(v.version)), default=0))
         try:
             push.commit(model_key(manifest.name, version), replace(manifest, version=version).to_bytes())
         except ConflictError:

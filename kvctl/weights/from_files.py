@@ -88,7 +88,7 @@ def parse_config(data: bytes, where: str) -> dict[str, object]:
     """A model's config.json. Raises FormatError."""
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not JSON", cause=str(error)) from error
     if not isinstance(document, dict):
         raise FormatError(f"{where} is not a JSON object")

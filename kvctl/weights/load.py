@@ -71,6 +71,11 @@ def _load_into(request: LoadRequest, target: Target, ctx: Context, watch: Stopwa
             if target.open(plan.outputs, plan.side_files, plan.fingerprint):
                 report.notes.append(f"{target.name} holds exactly this already: nothing was fetched")
                 report.verified = Verification("none", "what was there was compared by size only")
+                there = getattr(target, "address", "")
+                if required is not None and there:
+                    with PlainModel(LoadRequest(there), ctx) as kept:
+                        _verify_stream(kept, required, report, watch, ctx)
+                    return report, None
                 watch.ready()
                 watch.stop(report)
                 return report, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvctl.core.errors import IntegrityError, KvctlError, MemberDownError, NotFoundError, TransientError
+from kvctl.core.units import is_count
 from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.layout import MODELS, model_key, model_prefix, parse_model_key
 from kvctl.repo.repo import Repo
@@ -26,7 +27,7 @@ class StoredVersion:
     @property
     def order(self) -> tuple[bool, int, datetime]:
         """Numbered versions by number; named ones before any numbered one, by time."""
-        number = self.version.isdigit()
+        number = is_count(self.version)
         return number, int(self.version) if number else 0, self.modified
 
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -19,7 +20,9 @@ from typing import Final, Protocol
 
 import xxhash
 
-from kvctl.core.errors import ConflictError, EnvError, KvctlError, UsageError
+from kvctl.core.addresses import expand_home
+from kvctl.core.errors import AuthError, ConflictError, EnvError, KvctlError, UsageError
+from kvctl.core.units import is_count
 from kvctl.memory.buffers import PAGE, Buffer, HostBuffer
 from kvctl.memory.files import FileBuffer, cannot_write
 from kvctl.transports.registry import load_object
@@ -40,7 +43,9 @@ class Landing:
 
 
 class Target(Protocol):
-    """Opened after every check, before the first byte. `landings` is None when nothing is kept."""
+    """Opened after every check, before the first byte. `landings` is None when nothing is kept. One with an attribute
+    `address` can be read as a source once it is complete.
+    """
 
     @property
     def name(self) -> str: ...
@@ -115,8 +120,10 @@ class DirTarget:
     """A folder of safetensors files that any loader opens."""
 
     def __init__(self, path: str, *, label: str | None = None) -> None:
-        self.path = os.path.abspath(path)
+        # a link to a folder stays one: what it leads to is filled
+        self.path = os.path.realpath(path) if os.path.islink(path.rstrip("/")) else os.path.abspath(path)
         self.name = label or f"dir:{path}"
+        self.address = self.path
         parent, own = os.path.split(self.path)
         if not own:
             raise UsageError(f"{path!r} cannot be a target folder")
@@ -135,13 +142,21 @@ class DirTarget:
         for name in (*(output.name for output in outputs), *side_files):
             if "/" in name or name in {"", ".", "..", MARKER, JOURNAL}:
                 raise UsageError(f"{name!r} cannot be a file of {self.name}")
+        try:
+            return self._open(outputs, side_files, fingerprint)
+        except OSError as error:
+            raise cannot_write(self._partial, error) from error
+
+    def _open(self, outputs: Sequence[OutputFile], side_files: Mapping[str, bytes], fingerprint: str) -> bool:
         while True:
             if self._is_complete(fingerprint):
                 return True
-            try:
-                os.makedirs(self._partial, mode=0o755, exist_ok=True)
-            except OSError as error:
-                raise cannot_write(self._partial, error) from error
+            if os.path.ismount(self.path):
+                raise UsageError(
+                    f"{self.path} is a mount point, and a load appears by renaming a folder",
+                    hint=f"load into a folder in it: dir:{self.path.rstrip('/')}/NAME",
+                )
+            os.makedirs(self._partial, mode=0o755, exist_ok=True)
             if self._take_lock():
                 break
         if self._is_complete(fingerprint):  # another load has just published it
@@ -170,20 +185,26 @@ class DirTarget:
 
     def record(self, run: int, checksum: str) -> None:
         """One line per run, one write each: a torn last line is ignored when it is read."""
-        os.write(self._journal, f"{run} {checksum}\n".encode())
+        try:
+            os.write(self._journal, f"{run} {checksum}\n".encode())
+        except OSError as error:
+            raise cannot_write(os.path.join(self._partial, JOURNAL), error) from error
         self._landed_any = True
 
     def publish(self) -> None:
         for buffer in self._buffers:
             buffer.sync()
         marker = {"schema": "kvctl.loaded/1", "fingerprint": self._fingerprint, "files": self._names}
-        with open(os.path.join(self._partial, MARKER), "w", encoding="utf-8") as file:
-            json.dump(marker, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._partial, JOURNAL))
-        _sync_folder(self._partial)
+        try:
+            with open(os.path.join(self._partial, MARKER), "w", encoding="utf-8") as file:
+                json.dump(marker, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._partial, JOURNAL))
+            _sync_folder(self._partial)
+        except OSError as error:
+            raise cannot_write(self._partial, error) from error
         try:
             os.rename(self._partial, self.path)  # also over an empty folder
         except OSError as error:
@@ -217,7 +238,7 @@ class DirTarget:
             raise UsageError(f"{self.path} is no folder, or lies in none", hint="choose another folder") from error
         if not entries:
             return False
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
             with open(os.path.join(self.path, MARKER), encoding="utf-8") as file:
                 marker = json.load(file)
             sizes: dict[str, int] = marker["files"]
@@ -236,11 +257,18 @@ class DirTarget:
         another load has just finished with it, or given it up. Raises ConflictError while another load owns it.
         """
         try:
-            lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise cannot_write(self._partial, error) from error
+        # where anybody may write, like /dev/shm, it may be somebody's trap (elsewhere NFS may show strange owners)
+        owner = os.fstat(lock).st_uid
+        if owner != os.geteuid() and os.stat(os.path.dirname(self._partial)).st_mode & stat.S_IWOTH:
+            os.close(lock)
+            raise AuthError(
+                f"{self._partial} is another user's", cause=f"its owner is {owner}", hint="choose another target"
+            )
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.path.samestat(os.fstat(lock), os.stat(self._partial))
@@ -277,7 +305,7 @@ class DirTarget:
 def _journal_lines(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
     for line in lines:
         number, _, checksum = line.partition(" ")
-        if line.endswith("\n") and number.isdigit():
+        if line.endswith("\n") and is_count(number):
             yield int(number), checksum.rstrip("\n")
 
 
@@ -321,7 +349,7 @@ def make_target(into: str) -> Target:
     if into == "none":
         return NoneTarget()
     if kind == "dir" and rest:
-        return DirTarget(rest)
+        return DirTarget(expand_home(rest), label=into)  # a shell leaves the '~' of dir:~/x as it is
     if kind == "shm" and rest:
         if "/" in rest or rest in {".", ".."}:
             raise UsageError(f"{rest!r} cannot name shared memory", hint="use a plain name without '/'")

@@ -9,9 +9,8 @@ import ssl
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
-from urllib.parse import urlsplit
 
-from kvctl.core.addresses import StoreConfig
+from kvctl.core.addresses import StoreConfig, split_url
 from kvctl.core.errors import ConfigError, EnvError, UsageError
 from kvctl.transports.node_auth import DEFAULT_PORT, MasterKey, ScopedKey, read_key_file
 
@@ -91,17 +90,13 @@ def load_key(path: str) -> ScopedKey:
 
 def parse_place(text: str, *, tls: bool = False) -> Place:
     """HOST:PORT, or http(s)://HOST:PORT. Raises UsageError."""
-    parts = urlsplit(text if "://" in text else f"{'https' if tls else 'http'}://{text}")
+    parts = split_url(text if "://" in text else f"{'https' if tls else 'http'}://{text}", port=True)
     shown = parts.netloc.rpartition("@")[2]
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
     if "@" in parts.netloc:
         raise UsageError(f"an endpoint with credentials in it is refused ({shown})", hint="use key_file=FILE")
-    if parts.scheme not in {"http", "https"} or not parts.hostname or port == -1 or parts.path.strip("/"):
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
         raise UsageError(f"{shown or text} is no node's address", hint="write node://HOST:PORT/PREFIX")
-    return Place(parts.hostname, port or DEFAULT_PORT, parts.scheme == "https")
+    return Place(parts.hostname, parts.port or DEFAULT_PORT, parts.scheme == "https")
 
 
 def _seconds(url: str, options: dict[str, str], name: str, default: float) -> float:

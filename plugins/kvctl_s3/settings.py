@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from kvctl.core.addresses import StoreConfig
+from kvctl.core.addresses import StoreConfig, split_url
 from kvctl.core.errors import ConfigError, UsageError
 
 Addressing = Literal["auto", "path", "virtual"]
@@ -84,7 +84,7 @@ def parse_settings(config: StoreConfig) -> S3Settings:
 
 def check_endpoint(endpoint: str) -> str:
     """`endpoint` without its trailing slash. Raises UsageError for what is no plain http(s) URL of a server."""
-    parts = urlsplit(endpoint)
+    parts = split_url(endpoint, port=True)
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UsageError(f"{shown} is not an endpoint", hint="write https://HOST:PORT or http://HOST:PORT")

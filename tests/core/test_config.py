@@ -204,3 +204,27 @@ def test_any_toml_is_read_or_refused_in_words(tmp_path: Path, document: dict[str
     except ConfigError as error:
         said = str(error)
     assert "conf.toml" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "retries = 0", "retries = -1", "retries = 99999999", "stall_timeout = nan", "stall_timeout = inf",
+        "stall_timeout = -1", "max_rate = -1", f"max_rate = {1 << 63}", 'max_rate = "99999PiB"',
+        f'stall_timeout = "{"9" * 400}y"', "max_in_flight = 1979-05-27", "x = " + "[" * 5000, "x = " + "9" * 5000,
+    ],
+    ids=lambda line: line[:24],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused_with_the_file(tmp_path: Path, line: str) -> None:
+    assert "conf.toml" in str(failure(tmp_path, line + "\n"))
+
+
+@pytest.mark.parametrize("text", ["²", "0", "-1", "1" * 5000])
+def test_a_variable_that_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="KVCTL_RETRIES"):
+        Config().setting("retries", {"KVCTL_RETRIES": text})
+
+
+def test_a_url_without_an_end_names_the_file(tmp_path: Path) -> None:
+    error = failure(tmp_path, '[[repos.lab.stores]]\nurl = "s3://[::1/x"\n')
+    assert "conf.toml" in error.what

@@ -18,6 +18,7 @@ from kvctl.core.addresses import (
     Weights,
     parse_target,
     parse_weights,
+    split_url,
 )
 from kvctl.core.errors import UsageError
 
@@ -113,3 +114,17 @@ def test_a_path_as_target_says_dir() -> None:
     with pytest.raises(UsageError) as caught:
         parse_target("./copy")
     assert caught.value.hint == "write dir:./copy"
+
+
+def test_a_home_that_is_not_known_is_no_folder_called_tilde() -> None:
+    for address in ("~nobody-has-this-name/m", "~nobody-has-this-name"):
+        with pytest.raises(UsageError, match="no home directory"):
+            parse_weights(address)
+
+
+@pytest.mark.parametrize("url", ["s3://[::1/m", "http://h:99999999999/x/[", "node://[/x"])
+def test_a_url_that_has_no_parts_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        parse_weights(f"s3://[{url}")
+    with pytest.raises(UsageError, match="is not a URL"):
+        split_url(url, port=True)

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NoReturn
-from urllib.parse import urlsplit
 
+from kvctl.core.addresses import split_url
 from kvctl.core.errors import ConfigError, IncompatibleError, UsageError
 from kvctl.transports.api import ObjectInfo, StoreCapabilities, StoreConfig, UploadInfo
 from kvctl.transports.keys import check_key
@@ -23,7 +23,7 @@ class PeerStore:
     capabilities = StoreCapabilities(conditional_put=False)
 
     def __init__(self, config: StoreConfig) -> None:
-        parts = urlsplit(config.url)
+        parts = split_url(config.url, port=True)
         if not parts.hostname or parts.port is None:
             raise UsageError(f"{config.url} is not ucx://HOST:PORT[/PREFIX]")
         if config.endpoints:
