@@ -35,6 +35,8 @@ SCHEMA: Final = "kvctl.bench-paths/1"
 KEY: Final = "object.bin"
 SIZES: Final = (64 << 10, MIB, 4 * MIB, 16 * MIB)
 CONCURRENCIES: Final = (1, 4)
+MOST_BYTES: Final = 1024 * MIB
+MOST_AT_ONCE: Final = 1024
 _LEAST_OBJECT: Final = 64 * MIB
 _RDMA_RANK: Final = 30  # of transports that move bytes by RDMA
 RDMA_CEILING: Final = "ceiling-rdma"
@@ -143,6 +145,11 @@ def bench_paths(stores: Sequence[tuple[str, StoreConfig]], options: BenchOptions
     """
     if any(size <= 0 for size in options.sizes) or any(count <= 0 for count in options.concurrencies):
         raise UsageError("sizes and concurrencies are positive")
+    if max(options.sizes) > MOST_BYTES or max(options.concurrencies) > MOST_AT_ONCE:
+        raise UsageError(
+            f"a request of more than {format_size(MOST_BYTES)}, or more than {MOST_AT_ONCE} at once, is not measured",
+            hint="the test object and every request's memory are kept in host memory",
+        )
     if options.transport_options and options.transport == "auto":
         raise UsageError("--transport-opt needs --transport: options belong to one", hint="name the transport")
     result = PathsResult(options, datetime.now(UTC).isoformat(timespec="seconds"))

@@ -112,26 +112,32 @@ def ls(config: StoreConfig, ctx: Context) -> dict[str, Any]:  # Any: JSON
     with opened(config, ctx) as store:
         catalog = Catalog(store)
         latest = catalog.latest()
-        found = [catalog.manifest(ident) for ident in catalog.complete()]
         return {
             "schema": LIST_SCHEMA,
             "place": config.url,
             "latest": latest,
-            "checkpoints": [
-                {
-                    "id": item.ident,
-                    "latest": item.ident == latest,
-                    "created": item.created,
-                    "bytes": item.nbytes,
-                    "files": len(item.files),
-                    "source": item.source,
-                    "generation": item.generation,
-                    "digest": item.digest[:16],
-                }
-                for item in found
-            ],
+            "checkpoints": [_row(catalog, ident, latest=ident == latest) for ident in catalog.complete()],
             "unfinished": catalog.unfinished(),
         }
+
+
+def _row(catalog: Catalog, ident: str, *, latest: bool) -> dict[str, Any]:  # Any: JSON
+    """A line of the list; one that is damaged does not hide the others."""
+    try:
+        item, problem = catalog.manifest(ident), ""
+    except (FormatError, NotFoundError) as error:
+        item, problem = Manifest(ident, "", "", "", "", {}), str(error)
+    return {
+        "id": ident,
+        "latest": latest,
+        "created": item.created,
+        "bytes": item.nbytes,
+        "files": len(item.files),
+        "source": item.source,
+        "generation": item.generation,
+        "digest": item.digest[:16],
+        "problem": problem,
+    }
 
 
 def restore(request: LoadRequest, config: StoreConfig, ident: str | None, ctx: Context) -> Report:
@@ -183,7 +189,8 @@ def remove(config: StoreConfig, ident: str, ctx: Context, *, force: bool = False
     """
     with opened(config, ctx) as store, Lock.take(store):
         catalog = Catalog(store)
-        catalog.manifest(ident)
+        if ident not in catalog.complete():
+            catalog.manifest(ident)  # raises; a damaged one can be removed
         latest = catalog.latest()
         if ident == latest:
             if not force:
@@ -201,5 +208,7 @@ def remove(config: StoreConfig, ident: str, ctx: Context, *, force: bool = False
 def _address(config: StoreConfig, ident: str) -> str:
     from urllib.parse import urlencode
 
+    if config.scheme == "file" and not config.endpoints and not config.options:
+        return f"{config.url.removeprefix('file://')}/{ident}"  # a path, since one with '?' makes no URL
     query = urlencode([*(("endpoint", way) for way in config.endpoints), *config.options.items()])
     return f"{config.url}/{ident}" + (f"?{query}" if query else "")

@@ -21,6 +21,7 @@ from kvctl.checkpoint.shards import Shard
 from kvctl.core.errors import (
     AuthError,
     ConflictError,
+    FormatError,
     IncompatibleError,
     IntegrityError,
     KvctlError,
@@ -67,10 +68,18 @@ class Folder:
             else:
                 self._catalog.remove(ident)
         complete = self._catalog.complete()
-        self._previous = self._catalog.manifest(complete[-1]) if complete else None
+        self._previous = self._last(complete)
         if not self.ident:
             self.ident = names.new_id(self._store.now(), complete[-1] if complete else None)
         self._note()
+
+    def _last(self, complete: Sequence[str]) -> Manifest | None:
+        """The last checkpoint, to share files with. A damaged one is no reason to write no other."""
+        try:
+            return self._catalog.manifest(complete[-1]) if complete else None
+        except (FormatError, NotFoundError) as error:
+            self._notes.append(f"nothing of {complete[-1]} is reused: {error}")
+            return None
 
     def _note(self) -> None:
         data = names.partial_json(self._source, self._plan, self.there)

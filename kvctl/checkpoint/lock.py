@@ -8,11 +8,12 @@ import contextlib
 import json
 import threading
 import time
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final, Self
 
 from kvctl.checkpoint.names import LOCK
 from kvctl.core.errors import ConflictError, KvctlError, NotFoundError
+from kvctl.repo.moments import parse_moment
 from kvctl.repo.process import identity, is_gone
 from kvctl.transports.api import Store
 
@@ -40,7 +41,7 @@ class Lock:
         try:
             version = store.stat(LOCK).version
             held = json.loads(store.get(LOCK))
-            expires, process = datetime.fromisoformat(held["expires"]), str(held["process"])
+            expires, process = parse_moment(held["expires"]), str(held["process"])
             if expires > store.now() and not is_gone(process):
                 raise ConflictError(
                     f"another checkpoint is being written to {store.url}",
@@ -49,7 +50,7 @@ class Lock:
                 )
         except NotFoundError:
             version = None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             pass  # a torn or foreign lock: whoever replaces this very version has it
         try:
             lock._put(version)

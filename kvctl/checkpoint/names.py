@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 from kvctl.core.errors import FormatError
@@ -28,7 +29,7 @@ DIGESTS: Final = "kvctl-digests.json"
 LATEST: Final = "LATEST"
 LOCK: Final = ".kvctl-lock"
 _STAMP: Final = "%Y%m%dT%H%M%SZ"
-_ID: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
+_ID: Final = re.compile(r"[1-8][0-9]{7}T[0-9]{6}Z-[0-9a-f]{6}")
 
 
 def new_id(now: datetime, after: str | None = None) -> str:
@@ -39,8 +40,16 @@ def new_id(now: datetime, after: str | None = None) -> str:
     return f"{moment:{_STAMP}}-{secrets.token_hex(3)}"
 
 
+@lru_cache(maxsize=4096)
 def is_id(text: str) -> bool:
-    return _ID.fullmatch(text) is not None
+    """Whether it is one that `new_id` can have made: its time is one."""
+    if _ID.fullmatch(text) is None:
+        return False
+    try:
+        datetime.strptime(text[:16], _STAMP)  # noqa: DTZ007 - only whether it is a time
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             str(document["id"]), str(document["created"]), str(document["source"]), str(document["generation"]),
             str(document["digest"]), _entries(document["files"]),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{where} is malformed", cause=str(error)) from error
 
 
@@ -124,7 +133,7 @@ def parse_partial(data: bytes) -> tuple[str, str, dict[str, Entry]]:
         if document["schema"] != PARTIAL_SCHEMA:
             raise ValueError(document["schema"])
         return str(document["source"]), str(document["plan"]), _entries(document["files"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -299,7 +299,7 @@ def lora_scale(adapter_config: bytes, where: str) -> str:
         config = json.loads(adapter_config)
         rank, alpha = config["r"], config["lora_alpha"]
         scale = float(alpha) / (float(rank) ** 0.5 if config.get("use_rslora") else float(rank))
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as problem:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError, OverflowError) as problem:
         raise UsageError(
             f"{where} is no adapter_config.json",
             cause=f"{type(problem).__name__}: {problem}",
@@ -336,7 +336,7 @@ def describe_model(
         config = json.loads(files["config.json"])
     except KeyError:
         raise UsageError(f"{where} has no config.json", hint="name a model folder in the Hugging Face layout") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"{where}: config.json is not JSON", cause=str(problem)) from None
     if not isinstance(config, dict):
         raise UsageError(f"{where}: config.json is no JSON object")

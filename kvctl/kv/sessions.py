@@ -18,6 +18,7 @@ from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import Pattern, SessionAddress, SessionName, parse_key
 from kvctl.repo import metadata
 from kvctl.repo.layout import SESSIONS, state_key
+from kvctl.repo.moments import parse_moment
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.repo.state import Value, list_state, read_state, update_state
@@ -158,11 +159,11 @@ def _parse_attached(value: Value | None, what: str) -> Attached:
         return Attached(
             {str(name): str(text) for name, text in value["labels"].items()},
             tuple(str(item) for item in value["pins"]),
-            {str(name): datetime.fromisoformat(when) for name, when in value["expires"].items()},
-            None if used is None else datetime.fromisoformat(used),
+            {str(name): parse_moment(when) for name, when in value["expires"].items()},
+            None if used is None else parse_moment(used),
             int(value["highest"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
         raise FormatError(f"the state of session {what} is malformed", cause=str(problem)) from problem
 
 

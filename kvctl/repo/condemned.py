@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kvctl.core.errors import ConflictError, FormatError, NotFoundError
 from kvctl.repo import metadata
 from kvctl.repo.layout import CONDEMNED
+from kvctl.repo.moments import parse_moment
 
 if TYPE_CHECKING:
     from kvctl.repo.repo import Repo
@@ -43,12 +44,9 @@ def read_condemned(repo: Repo, *, versioned: bool = False) -> Condemned:
         return Condemned(0, {})
     try:
         document = json.loads(data)
-        names = {
-            str(name): None if since is None else datetime.fromisoformat(since)
-            for name, since in document["names"].items()
-        }
+        names = {str(name): None if since is None else parse_moment(since) for name, since in document["names"].items()}
         return Condemned(int(document["seq"]), names, version)
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise FormatError(f"{CONDEMNED} is malformed", cause=str(problem)) from problem
 
 

@@ -191,7 +191,7 @@ def parse_member(data: bytes, where: str) -> MemberFile:
 def _object(data: bytes, where: str) -> dict[str, Any]:  # Any: JSON from outside, checked by the callers
     try:
         document = json.loads(data)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise FormatError(f"{where} is not JSON", cause=str(problem)) from problem
     if not isinstance(document, dict):
         raise FormatError(f"{where} is not a JSON object")

@@ -34,6 +34,7 @@ from kvctl.core.errors import (
 from kvctl.repo import manifests
 from kvctl.repo.layout import INTENTS, LEASES
 from kvctl.repo.members import RepoMember
+from kvctl.repo.moments import parse_moment
 from kvctl.repo.process import identity, is_gone
 
 if TYPE_CHECKING:
@@ -235,9 +236,9 @@ def _member_holds(member: RepoMember, prefix: str) -> list[HoldInfo]:
                 names.update(json.loads(member.store.get(part))["names"])
             except NotFoundError:
                 continue  # released meanwhile: whatever it led to is committed already
-            except (ValueError, KeyError, TypeError) as problem:
+            except (ValueError, KeyError, TypeError, RecursionError) as problem:
                 raise FormatError(f"{part} on {member.name} is malformed", cause=str(problem)) from problem
-        expires = datetime.fromisoformat(document["expires"])
+        expires = parse_moment(document["expires"])
         is_open = document["state"] == "open"
         found.append(
             HoldInfo(
@@ -294,8 +295,9 @@ def _parse(data: bytes, key: str) -> tuple[dict[str, str], list[str]]:
     try:
         document = json.loads(data)
         names = [str(name) for name in document.get("names", ())]
+        parse_moment(document["expires"])
         return {name: str(document[name]) for name in ("state", "expires", "label", "owner")}, names
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise FormatError(f"{key} is malformed", cause=str(problem)) from problem
 
 

@@ -23,7 +23,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:  # Any: JSON; the part tha
     """The manifest's document. Raises FormatError for what is no manifest; `where` names the key."""
     try:
         document = json.loads(data)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise FormatError(f"manifest {where} is not JSON", cause=str(problem)) from problem
     if not isinstance(document, dict) or not isinstance(document.get("schema"), str):
         raise FormatError(f"{where} is not a manifest", cause="no schema")

@@ -108,7 +108,7 @@ def _tombstone(data: bytes, where: str) -> tuple[str, str]:
     try:
         document = json.loads(data)
         return str(document["key"]), str(document["digest"])
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise FormatError(f"{where} is malformed", cause=str(problem)) from problem
 
 

@@ -182,7 +182,7 @@ def sequence(data: bytes) -> int:
     """The `seq` of a mutable document: it grows with every write. -1 where there is none."""
     try:
         value = json.loads(data).get("seq", -1)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return -1
     return value if isinstance(value, int) else -1
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from kvctl.core.errors import ConflictError, FormatError, KvctlError, NotFoundError
 from kvctl.repo import metadata
 from kvctl.repo.layout import OWNER
+from kvctl.repo.moments import parse_moment
 from kvctl.repo.process import identity, is_gone
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Owner:
                 None,
                 {"token": 0, "expires": datetime.fromtimestamp(0, UTC).isoformat(), "label": "", "process": ""},
             )
-        expires = datetime.fromisoformat(str(held["expires"]))
+        expires = parse_moment(held["expires"])
         if expires > store.now() and not is_gone(str(held["process"])):
             raise ConflictError(
                 f"{held['label']} is running on this repo",
@@ -96,6 +97,8 @@ class Owner:
 def _parse(data: bytes) -> dict[str, object]:
     try:
         document = json.loads(data)
+        parse_moment(document["expires"])
+        int(str(document["token"]))
         return {name: document[name] for name in ("token", "expires", "label", "process")}
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
         raise FormatError(f"{OWNER} is malformed", cause=str(problem), hint=f"remove {OWNER}") from problem

@@ -73,6 +73,9 @@ def list_state(repo: Repo, kind: str) -> dict[str, Value]:
 def _parse(data: bytes, key: str) -> tuple[int, Value | None]:
     try:
         document = json.loads(data)
-        return int(document["seq"]), document["value"]
-    except (ValueError, KeyError, TypeError) as problem:
+        seq, value = int(document["seq"]), document["value"]
+        if value is not None and not isinstance(value, dict):
+            raise TypeError("its value is no object")
+        return seq, value
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise FormatError(f"{key} is malformed", cause=str(problem)) from problem

@@ -33,6 +33,10 @@ from kvctl.transports.keys import TEMP_SUFFIX
 from kvctl.transports.links import link_open
 from kvctl_file.paths import check_key, root_of
 
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block the open
+_EXT_OWN = "lost+found"  # the file system's own folder at its root
+_LATEST = 32_503_680_000.0  # the year 3000
+
 
 def version_of(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}"
@@ -92,13 +96,15 @@ class FileStore:
             with os.scandir(os.path.join(self.root, folder)) as entries:
                 # order of keys: a folder sorts as 'name/', which '-' and '.' precede and letters follow
                 found = sorted(
-                    ((f"{entry.name}/" if entry.is_dir() else entry.name), entry.name)
+                    ((f"{entry.name}/" if _is_dir(entry) else entry.name), entry.name)
                     for entry in entries
                     if not entry.name.endswith(TEMP_SUFFIX)
                 )
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as problem:
+            if problem.errno == errno.ELOOP or (folder == _EXT_OWN and isinstance(problem, PermissionError)):
+                return
             raise_from(problem, os.path.join(self.root, folder))
         for shown, name in found:
             key = f"{folder}/{name}" if folder else name
@@ -107,22 +113,31 @@ class FileStore:
                 if deeper.startswith(prefix) or prefix.startswith(deeper):
                     yield from self._walk(key, prefix)
             elif key.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    yield _info(key, os.stat(os.path.join(self.root, key)))
+                status = _stat(os.path.join(self.root, key))
+                if status is not None:
+                    yield _info(key, status)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         path = self.path(key)
         try:
-            with open(path, "rb", buffering=0) as file:
-                wanted = os.fstat(file.fileno()).st_size - start if length is None else length
-                parts = []
-                while wanted > 0 and (part := os.pread(file.fileno(), wanted, start)):
-                    parts.append(part)
-                    start += len(part)
-                    wanted -= len(part)
-                return b"".join(parts)
+            fd = os.open(path, READ)
         except OSError as problem:
             raise_from(problem, path)
+        try:
+            status = os.fstat(fd)
+            if not stat_module.S_ISREG(status.st_mode):
+                raise NotFoundError(f"{path} is not a file")
+            wanted = status.st_size - start if length is None else length
+            parts = []
+            while wanted > 0 and (part := os.pread(fd, wanted, start)):
+                parts.append(part)
+                start += len(part)
+                wanted -= len(part)
+            return b"".join(parts)
+        except OSError as problem:
+            raise_from(problem, path)
+        finally:
+            os.close(fd)
 
     def put(
         self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None
@@ -225,10 +240,10 @@ class FileStore:
             for name in sorted(names):
                 if name.endswith(TEMP_SUFFIX):
                     path = os.path.join(folder, name)
-                    with contextlib.suppress(FileNotFoundError):
-                        started = datetime.fromtimestamp(os.stat(path).st_mtime, UTC)
+                    status = _stat(path)
+                    if status is not None:
                         relative = os.path.relpath(path, self.root)
-                        yield UploadInfo(relative.removesuffix(TEMP_SUFFIX), relative, started)
+                        yield UploadInfo(relative.removesuffix(TEMP_SUFFIX), relative, _moment(status.st_mtime))
 
     def abort(self, upload: UploadInfo) -> None:
         check_key(upload.id.removesuffix(TEMP_SUFFIX))
@@ -261,8 +276,31 @@ def _folder_lock(folder: str) -> Iterator[int]:
         os.close(fd)
 
 
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _stat(path: str) -> os.stat_result | None:
+    """Of a file that holds bytes; None for what went meanwhile, for a link to nothing, a pipe, a device."""
+    try:
+        status = os.stat(path)
+    except OSError as problem:
+        if problem.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            return None
+        raise_from(problem, path)
+    return status if stat_module.S_ISREG(status.st_mode) else None
+
+
+def _moment(seconds: float) -> datetime:
+    """A file's time; one that no date can hold is the nearest that computing with it leaves a date."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LATEST), UTC)
+
+
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, status.st_size, version_of(status), datetime.fromtimestamp(status.st_mtime, UTC))
+    return ObjectInfo(key, status.st_size, version_of(status), _moment(status.st_mtime))
 
 
 def open_store(config: StoreConfig) -> FileStore:

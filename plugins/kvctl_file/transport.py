@@ -21,7 +21,7 @@ from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfi
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl.transports.views import MOST, advance, first_of
-from kvctl_file.store import FileStore, raise_from, version_of
+from kvctl_file.store import READ, FileStore, raise_from, version_of
 
 # One system call moves at most this much: a running operation notices a cancel between two of them.
 PIECE: Final = 64 << 20
@@ -60,7 +60,7 @@ class FileTransport(ThreadedTransport):
     def _read(self, op: Op) -> None:
         path = self._store.path(op.key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, READ)
         except OSError as problem:
             raise_from(problem, path)
         try:

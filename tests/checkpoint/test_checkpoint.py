@@ -345,3 +345,36 @@ def test_a_slots_generation_becomes_the_next_version_of_a_repos_model(loaded: Ag
     assert (code, report["extra"]["new_version"]) == (0, True)
     code, report, _ = kvctl(*create_, socket=loaded.socket, state=tmp_path)
     assert (code, report["extra"]["new_bytes"]) == (0, 0)
+
+
+def test_a_damaged_checkpoint_hides_no_other_stops_no_new_one_and_can_be_removed(
+    loaded: AgentProcess, model: dict[str, bytes], to: StoreConfig
+) -> None:
+    first, second = checkpoint(loaded, to).extra["id"], checkpoint(loaded, to).extra["id"]
+    (folder(to, second) / names.MANIFEST).write_bytes(b"")
+    rows = catalog.ls(to, Context())["checkpoints"]
+    assert [(row["id"], bool(row["problem"])) for row in rows] == [(first, False), (second, True)]
+    third = checkpoint(loaded, to)
+    assert any("nothing of" in note for note in third.notes)
+    assert is_copy(folder(to), model)
+    assert third.extra["id"] > second
+    catalog.remove(to, second, Context())
+    assert [row["id"] for row in catalog.ls(to, Context())["checkpoints"]] == [first, third.extra["id"]]
+
+
+def test_names_whose_time_is_none_are_not_ours(loaded: AgentProcess, to: StoreConfig) -> None:
+    root = Path(to.url.removeprefix("file://"))
+    strange = ["99999999T999999Z-abcdef", "20261301T000000Z-abcdef", "20260230T000000Z-abcdef"]
+    for name in strange:
+        (root / name).mkdir(parents=True)
+        (root / name / names.MANIFEST).write_text("mine")
+    checkpoint(loaded, to)
+    report = checkpoint(loaded, to, keep_last=1)
+    assert [row["id"] for row in catalog.ls(to, Context())["checkpoints"]] == [report.extra["id"]]
+    assert all((root / name / names.MANIFEST).exists() for name in strange)
+
+
+def test_a_place_with_a_question_mark_in_its_name(loaded: AgentProcess, tmp_path: Path) -> None:
+    to = parse_store(str(tmp_path / "what?now=1" / "llama"))
+    checkpoint(loaded, to)
+    assert catalog.verify(to, None, Context()).verified.state == "full"

@@ -13,6 +13,7 @@ from kvctl.cli.kv_options import known_model
 from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Age, Size, argument, option, s3_options
 from kvctl.core.errors import UsageError
+from kvctl.core.units import is_count
 
 EXAMPLES = """\b
 Examples:
@@ -106,7 +107,7 @@ def _point(text: str) -> tuple[int, float]:
     from kvctl.core.units import parse_age
 
     tokens, equals, seconds = text.partition("=")
-    if not equals or not tokens.strip().isdigit():
+    if not equals or not is_count(tokens.strip()):
         raise UsageError(f"{text!r} is not N=TIME", hint="write it like 4096=91ms")
     return int(tokens), parse_age(seconds)
 
@@ -118,7 +119,7 @@ def _config(files: Any, model: str) -> dict[str, Any]:  # Any: JSON
         raise UsageError(f"{model} has no config.json", hint="give --bytes-per-token instead")
     try:
         found = json.loads(files["config.json"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{model}: config.json is not JSON", cause=str(error)) from error
     if not isinstance(found, dict):
         raise FormatError(f"{model}: config.json is no JSON object")

@@ -55,10 +55,11 @@ def init(*, replicas: int | None, stripe_size: int | None, **s3: Any) -> None:  
 
 def _ask_replicas(app: App, members: int) -> int:
     from kvctl.core.errors import UsageError
+    from kvctl.core.units import is_count
 
     question = f"copies of each chunk (1 to {members})?"
     answer = app.output.prompt(question)
-    if not answer.isdigit():
+    if not is_count(answer):
         raise UsageError(
             "the number of replicas has to be said for a repo of several members",
             cause=f"{answer!r} is no number" if answer else f"{members} members, no --replicas",
