@@ -64,7 +64,11 @@ class App:
     def config(self) -> Config:
         from kvctl.core.config import load_config
 
-        return load_config(explicit=self.flags.get("config"), environ=os.environ, cwd=os.getcwd())
+        try:
+            cwd = os.getcwd()
+        except FileNotFoundError:  # it was removed: there is no project
+            cwd = os.sep
+        return load_config(explicit=self.flags.get("config"), environ=os.environ, cwd=cwd)
 
     def setting(self, name: str) -> Setting:
         """Flag, environment, file or default of a setting that has a global flag or none."""
@@ -92,7 +96,7 @@ class App:
         """A configured repo's name, else paths or URLs separated by commas."""
         if text in self.config.repos or not ("://" in text or "/" in text or text.startswith((".", "~"))):
             return self.config.repo(text).stores
-        from kvctl.core.addresses import parse_store
+        from kvctl.core.addresses import expand_home, parse_store
 
         flags = s3 or S3Flags()
         configs: list[StoreConfig] = []
@@ -103,7 +107,7 @@ class App:
             remote = self._takes_s3(piece)
             configs.append(
                 parse_store(
-                    piece if "://" in piece else os.path.expanduser(piece),
+                    piece if "://" in piece else expand_home(piece),
                     endpoints=flags.endpoints if remote else (),
                     options=flags.options if remote else None,
                 )

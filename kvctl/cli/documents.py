@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvctl.cli.tables import fields, table
+from kvctl.cli.tables import fields, table, visible
 from kvctl.core.units import format_seconds, format_size
 
 _HIDDEN: Final = {"schema"}
@@ -51,7 +51,7 @@ def rows(items: Sequence[object]) -> list[str]:
     """A list of objects as a table; of anything else, a line each."""
     maps = [item for item in items if isinstance(item, Mapping)]
     if len(maps) != len(items):
-        return [cell("", item) for item in items]
+        return [visible(cell("", item), line=True) for item in items]
     keys = list(dict.fromkeys(key for item in maps for key, value in item.items() if _short(value)))
     # a column that is empty everywhere says nothing
     keys = [key for key in keys if any(cell(key, item.get(key)) for item in maps)]

@@ -13,11 +13,20 @@ from kvctl.core.errors import (
     InterruptedRunError,
     KvctlError,
     NotFoundError,
+    TransientError,
     UsageError,
 )
 
 _CAPACITY = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
-_ENVIRONMENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EISDIR, errno.ENOTDIR}
+_NETWORK = {
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH,
+}  # fmt: skip
+_ENVIRONMENT = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EISDIR, errno.ENOTDIR, errno.EEXIST,
+    errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG, errno.EBUSY, errno.EXDEV, errno.EIO, errno.ESTALE, errno.ENXIO,
+    errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EPIPE,
+}  # fmt: skip
+_THREADS = "can't start new thread"  # CPython's words
 
 
 def exit_code(error: KvctlError) -> int:
@@ -40,6 +49,12 @@ def as_kvctl_error(error: BaseException) -> KvctlError | None:
         return UsageError(error.format_message())
     if isinstance(error, MemoryError):
         return CapacityError("memory ran out", hint="lower --max-in-flight, or load less")
+    if isinstance(error, RuntimeError) and _THREADS in str(error):
+        return CapacityError("no more threads can be started", hint="raise the limit of processes (ulimit -u)")
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return UsageError("a name is no text in UTF-8", cause=ascii(error.object[:200]), hint="rename it")
+    if isinstance(error, ImportError):
+        return EnvError("a library cannot be loaded", cause=str(error), hint="`kvctl doctor` says what is missing")
     if isinstance(error, OSError) and error.errno is not None:
         return _from_os(error)
     return None
@@ -53,6 +68,10 @@ def _from_os(error: OSError) -> KvctlError | None:
         return CapacityError(what, cause=cause)
     if error.errno in _ENVIRONMENT:
         return EnvError(what, cause=cause)
-    if error.errno == errno.ENOENT and name:
-        return NotFoundError(f"{name} does not exist")
+    if error.errno in _NETWORK:
+        return TransientError(what, cause=cause)
+    if error.errno == errno.ENOENT:
+        if name:
+            return NotFoundError(f"{name} does not exist")
+        return EnvError("the current directory is gone", cause=cause, hint="go to one that exists")
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,11 +15,12 @@ from kvctl import __version__
 from kvctl.cli.app import App
 from kvctl.cli.lazy import LazyGroup
 from kvctl.cli.options import FORMATS
-from kvctl.cli.output import Format, StdoutClosedError, abandon_stdout
+from kvctl.cli.output import Format, open_closed_streams
 from kvctl.cli.tree import TREE
-from kvctl.core.errors import InterruptedRunError, KvctlError
+from kvctl.core.errors import EnvError, InterruptedRunError, KvctlError
 
 _SIGINT = 2
+_SHORT = re.compile(r"-[qvyn]*o(.*)")  # alone or after flags, as in -qo json
 _EPILOG = "Topics: `kvctl help` lists them. Exit codes: `kvctl help exit-codes`."
 
 
@@ -26,12 +29,23 @@ def program() -> click.Group:
     group = LazyGroup(
         "kvctl", "Move model weights between fleets and shared storage: fast, verified, resumable.", TREE, _EPILOG
     )
-    return click.version_option(__version__, "-V", "--version", prog_name="kvctl", message="%(prog)s %(version)s")(
-        group
-    )
+    # click's own writes past our output
+    version = click.Option(
+        ["-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+        help="Show the version and exit.",
+    )  # fmt: skip
+    group.params.append(version)
+    return group
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.find_root().obj.output.plain(f"kvctl {__version__}")
+        ctx.exit()
 
 
 def main() -> None:
+    open_closed_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -42,9 +56,6 @@ def run(argv: Sequence[str]) -> int:
         # Any: click returns what the command returned, or the code of an early exit
         result: Any = program().main(args=list(argv), prog_name="kvctl", standalone_mode=False, obj=app)
         app.output.flush()
-    except StdoutClosedError:
-        abandon_stdout()
-        return 0
     except click.exceptions.NoArgsIsHelpError as error:
         app.output.status(error.format_message())
         return 2
@@ -61,12 +72,13 @@ def wanted_format(argv: Sequence[str]) -> Format:
     for index, word in enumerate(argv):
         if word == "--":
             break
-        if word in {"-o", "--output"} and index + 1 < len(argv):
+        if word == "--output" and index + 1 < len(argv):
             found = argv[index + 1]
         elif word.startswith("--output="):
             found = word.partition("=")[2]
-        elif word.startswith("-o") and not word.startswith("--"):
-            found = word[2:].removeprefix("=")
+        elif match := _SHORT.fullmatch(word):
+            value = match[1].removeprefix("=")
+            found = value or (argv[index + 1] if index + 1 < len(argv) else "")
     return cast("Format", found) if found in FORMATS else "human"
 
 
@@ -81,6 +93,8 @@ def _fail(app: App, error: BaseException) -> int:
     if app.output.verbose >= 2:
         app.output.status(_traceback(error))
     app.output.error(known, code)
+    with contextlib.suppress(KvctlError):  # what a stream still holds is of no use, and must not be the last word
+        app.output.flush()
     return code
 
 
@@ -92,7 +106,7 @@ def _crash(app: App, error: BaseException) -> KvctlError:
     try:
         command = " ".join(app.argv)
         ident, path = save_crash(app.state_dir(), f"kvctl {__version__}\nkvctl {command}\n\n{_traceback(error)}")
-    except OSError as problem:
+    except (OSError, EnvError) as problem:
         return KvctlError(
             "kvctl failed in a way it should not",
             cause=summary,

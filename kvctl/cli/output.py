@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TextIO
 
-from kvctl.core.errors import KvctlError
+from kvctl.core.errors import CapacityError, EnvError, KvctlError
 
 Format = Literal["human", "json", "jsonl"]
 Style = Literal["red", "yellow", "cyan", "bold", "dim"]
@@ -24,16 +26,19 @@ def redact(text: str) -> str:
     return module.redact(text)
 
 
+def visible(text: str) -> str:
+    from kvctl.cli import tables
+
+    return tables.visible(text)
+
+
 def _json(value: object, indent: int | None = None) -> str:
     import json
 
     from kvctl.core.redact import redact_json
 
-    return json.dumps(redact_json(value), indent=indent, ensure_ascii=False)
-
-
-class StdoutClosedError(Exception):
-    """The reader of stdout went away (`| head`): end quietly."""
+    # what no JSON can hold is shown as text: a message must come out whatever an error carries
+    return json.dumps(redact_json(value), indent=indent, ensure_ascii=False, default=str)
 
 
 class Output:
@@ -93,6 +98,9 @@ class Output:
 
     def note(self, message: str) -> None:
         """For the person, on stderr; silenced by -q."""
+        self._note(visible(message))
+
+    def _note(self, message: str) -> None:
         if not self.quiet:
             self._write(sys.stderr, redact(message))
 
@@ -103,14 +111,14 @@ class Output:
     def detail(self, message: str) -> None:
         """On stderr with -v."""
         if self.verbose:
-            self.note(self.style(message, "dim"))
+            self._note(self.style(visible(message), "dim"))
 
     def event(self, value: Mapping[str, Any]) -> None:  # Any: JSON
         """A JSON line on stderr (progress on demand)."""
         self._write(sys.stderr, _json(value))
 
     def warning(self, message: str) -> None:
-        self.note(f"{self.style('warning', 'yellow')}: {message}")
+        self._note(f"{self.style('warning', 'yellow')}: {visible(message)}")
 
     def error(self, error: KvctlError, exit_code: int) -> None:
         """The one shape of errors: three lines for people, one JSON line otherwise; always on stderr."""
@@ -129,11 +137,11 @@ class Output:
                 }
             )
             return
-        lines = [f"{self.style('error', 'red')}: {error.what}"]
+        lines = [f"{self.style('error', 'red')}: {visible(error.what)}"]
         if error.cause:
-            lines.append(f"{self.style('cause', 'bold')}: {error.cause}")
+            lines.append(f"{self.style('cause', 'bold')}: {visible(error.cause)}")
         if error.hint:
-            lines.append(f"{self.style('hint', 'cyan')}: {error.hint}")
+            lines.append(f"{self.style('hint', 'cyan')}: {visible(error.hint)}")
         self.status("\n".join(lines))
 
     def ask(self, question: str) -> bool:
@@ -150,33 +158,64 @@ class Output:
         return sys.stdin.readline().strip()
 
     def flush(self) -> None:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError as error:
-            raise StdoutClosedError from error
+        self._write(sys.stdout, "")
 
     def _write(self, stream: TextIO, text: str) -> None:
-        line = text if text.endswith("\n") else text + "\n"
+        line = text if not text or text.endswith("\n") else text + "\n"
         with self._lock:
             try:
-                stream.write(line)
+                try:
+                    stream.write(line)
+                except UnicodeEncodeError:
+                    stream.write(_escaped(line, stream.encoding or "ascii"))
                 stream.flush()
-            except BrokenPipeError as error:
-                if stream is sys.stdout:
-                    raise StdoutClosedError from error
-            except UnicodeEncodeError:
-                # a terminal or pipe of another encoding: escape what it cannot show
-                encoding = stream.encoding or "ascii"
-                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
-                stream.flush()
+            except OSError as error:
+                _abandon(stream)
+                # who reads stdout may leave (`| head`), and nobody has to hear messages: the work goes on, and its exit
+                # code is its own
+                if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                    raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> KvctlError:
+    kind = CapacityError if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else EnvError
+    return kind("stdout cannot be written", cause=error.strerror, hint="the output is not complete")
+
+
+def _escaped(text: str, encoding: str) -> str:
+    """What a terminal or pipe of another encoding cannot show, as JSON writes it: so that JSON stays JSON."""
+    import json
+
+    return "".join(
+        character if character.encode(encoding, "ignore") else json.dumps(character)[1:-1] for character in text
+    )
 
 
 def stdin_is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def abandon_stdout() -> None:
-    """Point stdout at /dev/null, so that the interpreter's last flush cannot fail."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def _abandon(stream: TextIO) -> None:
+    """Point the stream at /dev/null, so that the interpreter's last flush cannot fail."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test's has no descriptor
+        number = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+
+
+def open_closed_streams() -> None:
+    """Where the caller closed stdin, stdout or stderr, put /dev/null: the next file that is opened would take its
+    number, and get what any library prints.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for good

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvctl.cli.documents import cell, label
-from kvctl.cli.tables import fields, table
+from kvctl.cli.tables import fields, table, visible
 from kvctl.core.units import format_seconds, format_size
 
 # Any: a report's JSON, schema kvctl.report/1
@@ -15,12 +15,12 @@ Document = Mapping[str, Any]
 
 def render(report: Document) -> str:
     """The lines of a report document."""
-    lines = [_headline(report), ""]
+    lines = [visible(_headline(report)), ""]
     lines += fields(_facts(report), "  ")
     paths = report.get("paths") or []
     if paths:
         lines += ["", *("  " + line for line in _paths(paths))]
-    lines += [f"  note: {note}" for note in report.get("notes") or ()]
+    lines += [f"  note: {visible(note)}" for note in report.get("notes") or ()]
     return "\n".join(lines)
 
 

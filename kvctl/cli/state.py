@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvctl.core.errors import KvctlError, NotFoundError
+from kvctl.core.errors import EnvError, FormatError, NotFoundError
 from kvctl.core.redact import redact, redact_json
 
 KEPT_REPORTS: Final = 200
@@ -18,13 +18,21 @@ KEPT_CRASHES: Final = 20
 
 
 def state_dir(environ: Mapping[str, str], configured: str | None = None) -> str:
-    """KVCTL_STATE_DIR, else the configured one, else the platform's state directory."""
+    """KVCTL_STATE_DIR, else the configured one, else the platform's state directory. Raises EnvError for a user who has
+    no home.
+    """
     named = environ.get("KVCTL_STATE_DIR") or configured
     if named:
         return os.path.abspath(os.path.expanduser(named))
     import platformdirs
 
-    return platformdirs.user_state_dir("kvctl", appauthor=False)
+    try:
+        found = platformdirs.user_state_dir("kvctl", appauthor=False)
+    except RuntimeError:  # what newer releases say
+        found = "~"
+    if found.startswith("~"):  # it would become a folder of that name right here
+        raise EnvError("there is no home directory to keep reports in", hint="set HOME or KVCTL_STATE_DIR")
+    return found
 
 
 def new_id(kind: str) -> str:
@@ -61,8 +69,12 @@ def load_report(folder: str, ident: str) -> dict[str, Any]:  # Any: JSON
     try:
         with open(path, encoding="utf-8") as file:
             document: dict[str, Any] = json.load(file)
-    except (OSError, ValueError) as error:
-        raise KvctlError(f"report {matches[0]} cannot be read", cause=str(error)) from error
+    except OSError as error:
+        raise EnvError(f"{path} cannot be read", cause=error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no report", cause=str(error)) from error
+    if not isinstance(document, dict) or not isinstance(document.get("schema"), str):
+        raise FormatError(f"{path} is no report", cause="it names no schema")
     return document
 
 

@@ -5,6 +5,7 @@ One function for text, one for JSON values; the CLI's output calls them for ever
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -78,4 +79,6 @@ def redact_json(value: object, environ: Mapping[str, str] | None = None) -> obje
         return {redact(str(key), environ): redact_json(item, environ) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact_json(item, environ) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such number
     return value

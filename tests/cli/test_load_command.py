@@ -61,7 +61,7 @@ def test_no_report_yet_is_four(kvctl: Kvctl) -> None:
 
 def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
     for number in range(KEPT_REPORTS + 5):
-        save_report(str(tmp_path), f"run{number:04}", {"n": number})
+        save_report(str(tmp_path), f"run{number:04}", {"schema": "kvctl.report/1", "n": number})
     names = sorted(os.listdir(tmp_path / "reports"))
     assert len(names) == KEPT_REPORTS
     assert load_report(str(tmp_path), f"run{KEPT_REPORTS + 4:04}")["n"] == KEPT_REPORTS + 4

@@ -129,6 +129,9 @@ def test_jsonl_is_a_line_per_item(kvctl: Kvctl) -> None:
     [
         (["x", "-o", "json"], "json"),
         (["x", "-ojsonl"], "jsonl"),
+        (["x", "-vvqo", "json"], "json"),
+        (["x", "-qojson"], "json"),
+        (["x", "-hello", "json"], "human"),
         (["--output=json", "x"], "json"),
         (["x", "--output", "human"], "human"),
         (["x", "-o", "xml"], "human"),

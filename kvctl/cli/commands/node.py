@@ -209,8 +209,12 @@ def _write_secret(path: str, text: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint="a key is never overwritten: remove it first") from None
-    with os.fdopen(fd, "w", encoding="ascii") as out:
-        out.write(f"{text}\n")
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as out:
+            out.write(f"{text}\n")
+    except OSError:
+        os.unlink(path)  # half a key would stand in the way of a whole one
+        raise
 
 
 def _say(app: App, schema: str, file: str, document: dict[str, str]) -> None:

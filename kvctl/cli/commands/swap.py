@@ -75,6 +75,8 @@ def command(
     from kvctl.core.addresses import parse_target
 
     app = current()
+    if smoke is not None:
+        _words(smoke)  # refused before anything is swapped
     where = parse_target(target)
     if where.kind not in {"engine", "slot"}:
         raise UsageError(f"{target!r} holds no weights to swap", hint="engine:URL or slot:NAME")
@@ -156,16 +158,28 @@ def _swap(adapter: EngineAdapter, wanted: SwapRequest, smoke: str | None, second
     return adapter.finish()
 
 
+def _words(command: str) -> list[str]:
+    """The command and its arguments. Raises UsageError."""
+    import shlex
+
+    try:
+        found = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--smoke {command!r} is no command", cause=str(error)) from None
+    if not found:
+        raise UsageError("--smoke names no command")
+    return found
+
+
 def _smoke(command: str, seconds: float, environ: dict[str, str]) -> str:
     """Why it failed; '' when it did not. What it prints goes to stderr."""
     import os
-    import shlex
     import subprocess
     import sys
 
     try:
         done = subprocess.run(
-            shlex.split(command),
+            _words(command),
             env={**os.environ, **environ},
             stdout=sys.stderr,
             timeout=seconds,
