@@ -53,6 +53,8 @@ def as_kvctl_error(error: BaseException) -> KvctlError | None:
         return CapacityError("no more threads can be started", hint="raise the limit of processes (ulimit -u)")
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
         return UsageError("a name is no text in UTF-8", cause=ascii(error.object[:200]), hint="rename it")
+    if isinstance(error, UnicodeError) and "idna" in str(error):
+        return UsageError("an address names no host", cause=str(error))
     if isinstance(error, ImportError):
         return EnvError("a library cannot be loaded", cause=str(error), hint="`kvctl doctor` says what is missing")
     if isinstance(error, OSError) and error.errno is not None:

@@ -333,6 +333,8 @@ def _listen(where: tuple[str, int]) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server(where, family=family, backlog=_BACKLOG)
+    except UnicodeError as problem:  # what no name of a host can be
+        raise UsageError(f"cannot listen on {host!r}", cause=str(problem), hint="write HOST:PORT") from None
     except OSError as problem:
         raise EnvError(f"cannot listen on {host}:{port}", cause=problem.strerror or str(problem)) from None
     listener.setblocking(False)

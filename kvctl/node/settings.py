@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvctl.core.errors import UsageError
+from kvctl.core.units import is_count
 from kvctl.transports.node_auth import DEFAULT_PORT, MasterKey
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -58,9 +59,13 @@ def parse_listen(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or (host.count(":") and not host.endswith("]")):
         host, port = text, str(DEFAULT_PORT)
-    host = host.strip("[]")
-    if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{text!r} is not HOST:PORT")
+    host = host.removeprefix("[").removesuffix("]")
+    # a lone number would be a host for the resolver: 0 is every address there
+    wrong = not text or set(host) & set("[]/ ") or (host.isdigit() and not colon) or (not host and text != f":{port}")
+    if wrong or not is_count(port) or int(port) > 65535:
+        raise UsageError(
+            f"{text!r} is not HOST:PORT", hint=f"127.0.0.1:{DEFAULT_PORT} for this host only, :{DEFAULT_PORT} for all"
+        )
     return host or "0.0.0.0", int(port)  # noqa: S104 - only when the operator writes ':PORT'
 
 

@@ -223,6 +223,8 @@ class _Opener:
         found: dict[str, ObjectInfo] = {}
         self.requests += 1
         for info in self.store.list(folder):
+            # what lies deeper is listed too: all of a disk, when somebody names its root
+            self.ctx.cancel.check(f"listing {self._place()}")
             name = info.key[len(folder) :]
             if "\\" in name or "\0" in name or name in {".", ".."}:
                 self.ignored.append(Ignored(name, "a name that no folder can hold"))

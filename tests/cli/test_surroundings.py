@@ -95,6 +95,7 @@ def test_few_descriptors_and_little_memory_are_no_crash(
         (RuntimeError("can't start new thread"), 9),
         (MemoryError(), 9),
         (ImportError("libx.so: failed to map segment from shared object"), 10),
+        (UnicodeError("encoding with 'idna' codec failed (UnicodeError: label too long)"), 2),
         (UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates not allowed"), 2),
     ],
     ids=repr,

@@ -371,7 +371,9 @@ def test_where_to_listen_and_whom_to_trust() -> None:
     assert parse_listen("[::1]:2") == ("::1", 2)
     assert parse_listen("host") == ("host", 7780)
     assert parse_listen("::1") == ("::1", 7780)
-    for bad in ("a:b", "a:99999"):
+    assert parse_listen(":7780") == ("0.0.0.0", 7780)
+    assert parse_listen("[::]:0") == ("::", 0)
+    for bad in ("a:b", "a:99999", "", ":", "[", "[]:80", "0", "7780", "./x", "a:²", "a b:1"):
         with pytest.raises(UsageError):
             parse_listen(bad)
     networks = parse_networks(["10.0.0.0/8", "::1"])
