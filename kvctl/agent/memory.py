@@ -11,6 +11,7 @@ import gc
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from kvctl.core.errors import EnvError
@@ -18,6 +19,21 @@ from kvctl.memory.buffers import address_of, address_of_readonly
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _SEAL_SECONDS: Final = 5.0
+
+
+def dup_all(fds: Iterable[int]) -> list[int]:
+    """Descriptors of our own. Raises EnvError when there are too few, and takes none then."""
+    found: list[int] = []
+    try:
+        for fd in fds:
+            found.append(os.dup(fd))  # noqa: PERF401 - it may fail half way
+    except OSError as error:
+        for fd in found:
+            os.close(fd)
+        raise EnvError(
+            "the agent has too few file descriptors", cause=error.strerror, hint="raise its `ulimit -n`"
+        ) from error
+    return found
 
 
 def seal(fd: int, name: str, *, seconds: float = _SEAL_SECONDS) -> None:

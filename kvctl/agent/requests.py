@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvctl.agent.generations import HOST, Generation, Holder, Reserve, SlotFile, State, devices_of
 from kvctl.agent.kv_requests import KvRequests
-from kvctl.agent.memory import seal
-from kvctl.agent.slots import dup_all
+from kvctl.agent.memory import dup_all, seal
 from kvctl.core.errors import ConflictError, IncompatibleError, UsageError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,7 +30,8 @@ from kvctl.agent.generations import (
     devices_of,
     needs,
 )
-from kvctl.core.errors import CapacityError, ConflictError, EnvError, NotFoundError, UsageError
+from kvctl.agent.memory import dup_all
+from kvctl.core.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from kvctl.core.units import format_size
 
 LINGER: Final = 5.0  # seconds that a generation outlives the last read of a peer, which holds no lease
@@ -407,18 +408,3 @@ class Slots:
             hint=f"--evict-first frees the serving generation before; or {hint}" if ask.swap else hint,
             details=details,
         )
-
-
-def dup_all(fds: Iterable[int]) -> list[int]:
-    """Descriptors of our own. Raises EnvError when there are too few, and takes none then."""
-    found: list[int] = []
-    try:
-        for fd in fds:
-            found.append(os.dup(fd))  # noqa: PERF401 - it may fail half way
-    except OSError as error:
-        for fd in found:
-            os.close(fd)
-        raise EnvError(
-            "the agent has too few file descriptors", cause=error.strerror, hint="raise its `ulimit -n`"
-        ) from error
-    return found
