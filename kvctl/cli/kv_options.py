@@ -195,7 +195,8 @@ def bundle_target(text: str, option_name: str) -> str | BinaryIO:
     return expand_home(value)
 
 
-def labels_of(items: tuple[str, ...]) -> dict[str, str]:
+def pairs(items: tuple[str, ...]) -> dict[str, str]:
+    """Name -> value of each K=V. Raises UsageError."""
     from kvctl.core.config import parse_option
 
     return dict(parse_option(item) for item in items)
@@ -224,7 +225,7 @@ def make_filter(
             )
         stale = Stale(weights, None if for_model is not None else name)
         stale.check()
-    return Filter(stale_for=stale, model=for_model, labels=labels_of(labels), **others)
+    return Filter(stale_for=stale, model=for_model, labels=pairs(labels), **others)
 
 
 def stale_weights(app: App, ctx: Context, text: str, flags: S3Flags) -> tuple[str | None, str | None]:

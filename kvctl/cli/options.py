@@ -173,6 +173,17 @@ def s3_options(function: F) -> F:
     return function
 
 
+def transport_options(function: F) -> F:
+    """How bulk bytes move: `transport`, and `transport_opt` for `kvctl.core.config.parse_option`."""
+    for decorate in reversed((
+        option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move."),
+        option("--transport-opt", multiple=True, metavar="K=V", setting="transport_opt", section="Transfer",
+               help="An option of the transport; repeat for more."),
+    )):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
 def yes_option(function: F) -> F:
     return option("-y", "--yes", is_flag=True, default=False, envvar=None, help="Do not ask.")(function)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
@@ -45,6 +46,7 @@ from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
 
 BATCH: Final = 64 << 20  # bytes of chunks in memory at once
 FEW: Final = 32
+Ends = tuple[LaneSet, LaneSet]  # what reads, what writes
 _T = TypeVar("_T")
 
 
@@ -52,6 +54,8 @@ _T = TypeVar("_T")
 class CopySession:
     """`address` (TENANT/NAME[@GENERATION]) of the repo `source` becomes the next generation of `new_address`
     (TENANT/NAME; the same) in the repo `target`. `tokens`, `extras`: the transcript, for a copy that needs new keys.
+    `transport`, `transport_options`: as `open_lanes`, for what reads; `target_transport`, `target_options`: for what
+    writes.
     """
 
     source: tuple[StoreConfig, ...]
@@ -63,6 +67,10 @@ class CopySession:
     tokens: array[int] | None = None
     extras: tuple[Extra, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    transport: str = "auto"
+    transport_options: Mapping[str, str] = field(default_factory=dict)
+    target_transport: str = "auto"
+    target_options: Mapping[str, str] = field(default_factory=dict)
     max_rate: int | None = None
 
 
@@ -78,6 +86,7 @@ def copy_session(request: CopySession, ctx: Context) -> Report:
     with (
         Repo.open(request.source, ctx) as source,
         Repo.open(request.target, ctx) as target,
+        open_ends(request, source, target) as ends,
         StoredSession.open(source, address, ctx) as session,
     ):
         report = Report("kv cp", f"{session.found} in repo {source.id[:8]}")
@@ -88,7 +97,7 @@ def copy_session(request: CopySession, ctx: Context) -> Report:
         keys = _new_keys(request, session, old, new)
         adopt_key(target, request.target_key, name.tenant)
         with Push.begin(target, f"kv cp {name}", ctx) as push:
-            copying = Copying(request, session, target, push, name, new, keys, report, ctx)
+            copying = Copying(request, session, target, ends, push, name, new, keys, report, ctx)
             try:
                 copying.run(watch)
             except InterruptedRunError as stop:
@@ -99,6 +108,24 @@ def copy_session(request: CopySession, ctx: Context) -> Report:
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return report
+
+
+@contextmanager
+def open_ends(request: CopySession, source: Repo, target: Repo) -> Iterator[Ends]:
+    """The lanes of a copy. Raises as `open_lanes`."""
+    with (
+        closing(
+            open_lanes(
+                source.up, transport=request.transport, options=request.transport_options, max_rate=request.max_rate
+            )
+        ) as reading,
+        closing(
+            open_lanes(
+                target.up, transport=request.target_transport, options=request.target_options, max_rate=request.max_rate
+            )
+        ) as writing,
+    ):
+        yield reading, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +178,7 @@ class Copying:
         request: CopySession,
         session: StoredSession,
         target: Repo,
+        ends: Ends,
         push: Push,
         name: SessionName,
         secret: bytes,
@@ -161,6 +189,7 @@ class Copying:
         self.request = request
         self.session = session
         self.target = target
+        self.reading, self.writing = ends
         self.push = push
         self.name = name
         self.secret = secret
@@ -170,8 +199,6 @@ class Copying:
         self.clock = StageClock()
         self.stats = RunStats()
         self.fetched = 0
-        self.reading: LaneSet = open_lanes(session.repo.up, max_rate=request.max_rate)
-        self.writing: LaneSet = open_lanes(target.up, max_rate=request.max_rate)
         self.writer = ChunkWriter(push, self.writing, ctx, max_rate=request.max_rate)
         self.buffer = HostBuffer(0)
 

@@ -19,7 +19,7 @@ from kvctl.kv.access import secret_of
 from kvctl.kv.bundle import read_bundle, write_bundle
 from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.names import parse_session
-from kvctl.kv.pull import PullSession, pull_session
+from kvctl.kv.pull import PullSession, pull_from
 from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.reading import StoredSession, stored_tokens
 from kvctl.kv.seams import LayerKv, Layout, MemorySink, Slot
@@ -28,6 +28,7 @@ from kvctl.kv.tokens import Tokens, token_bytes
 from kvctl.memory.files import cannot_write
 from kvctl.repo.repo import Repo
 from kvctl.transfer.report import Report
+from kvctl.transfer.summary import Stopwatch
 
 SUFFIX: Final = ".safetensors"
 
@@ -45,13 +46,29 @@ def pull_bundle(request: PullSession, target: str | BinaryIO, ctx: Context) -> R
     written, then PartialError is raised as by `pull_session`; when nothing is usable, PartialError, and nothing is
     written.
     """
+    watch = Stopwatch()
+    with Repo.open(request.repo, ctx) as repo:
+        return bundle_from(repo, request, target, ctx, watch=watch)
+
+
+def bundle_from(
+    repo: Repo, request: PullSession, target: str | BinaryIO, ctx: Context, *, watch: Stopwatch | None = None
+) -> Report:
+    """`pull_bundle` from a repo that is open. See `pull_from`."""
     sink = MemorySink()
-    stored, producer = session_facts(request, ctx)
-    tokens = request.tokens if request.tokens is not None else stored
+    tokens = request.tokens
+    producer: Mapping[str, str] = {}
+
+    def facts(session: StoredSession) -> None:
+        nonlocal tokens, producer
+        producer = session.manifest.producer
+        if tokens is None:
+            tokens = stored_tokens(session, secret_of(repo, request.key, session.manifest.tenant))
+
     problem: PartialError | None = None
     try:
         try:
-            report = pull_session(replace(request, sink=sink), ctx)
+            report = pull_from(repo, replace(request, sink=sink), ctx, watch=watch, first=facts)
         except PartialError as error:
             if not error.details.get("delivered") or not sink.usable:
                 raise
@@ -163,33 +180,33 @@ def export_sessions(request: ExportRequest, ctx: Context) -> Exchanged:
     """A bundle per session, each whole or absent; one that fails does not stop the others. Raises UsageError for two
     generations of one session.
     """
+    rows: list[dict[str, Any]] = []  # Any: JSON
     with Repo.open(request.repo, ctx) as repo:
         found = [
             item
             for text in request.patterns
             for item in _latest(matching(repo, [text], allow_empty=request.allow_empty), text)
         ]
-    chosen: dict[str, Generation] = {}
-    for item in found:
-        path = os.path.join(request.folder, item.session.tenant, f"{item.session.name}{SUFFIX}")
-        other = chosen.setdefault(path, item)
-        if other != item:
-            raise UsageError(
-                f"{other} and {item} would both become {path}", hint="name one generation of a session, or none"
-            )
-    rows: list[dict[str, Any]] = []  # Any: JSON
-    for path, item in chosen.items():
-        ctx.cancel.check("exporting")
-        row: dict[str, Any] = {"session": str(item), "path": path, "tokens": 0, "bytes": 0, "problem": ""}  # Any: JSON
-        try:
-            pull = PullSession(request.repo, str(item), key=request.key, strict=True, max_rate=request.max_rate)
-            report = pull_bundle(pull, path, ctx)
-            row |= {"tokens": report.extra["usable_tokens"], "bytes": report.written}
-        except InterruptedRunError:
-            raise
-        except KvctlError as error:
-            row["problem"] = str(error)
-        rows.append(row)
+        chosen: dict[str, Generation] = {}
+        for item in found:
+            path = os.path.join(request.folder, item.session.tenant, f"{item.session.name}{SUFFIX}")
+            other = chosen.setdefault(path, item)
+            if other != item:
+                raise UsageError(
+                    f"{other} and {item} would both become {path}", hint="name one generation of a session, or none"
+                )
+        for path, item in chosen.items():
+            ctx.cancel.check("exporting")
+            row = {"session": str(item), "path": path, "tokens": 0, "bytes": 0, "problem": ""}
+            try:
+                pull = PullSession(request.repo, str(item), key=request.key, strict=True, max_rate=request.max_rate)
+                report = bundle_from(repo, pull, path, ctx)
+                row |= {"tokens": report.extra["usable_tokens"], "bytes": report.written}
+            except InterruptedRunError:
+                raise
+            except KvctlError as error:
+                row["problem"] = str(error)
+            rows.append(row)
     return Exchanged("kv export", tuple(rows))
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.kv.access import adopt_key, check_key, secret_of
-from kvctl.kv.copying import Copying, CopySession
+from kvctl.kv.copying import Copying, CopySession, open_ends
 from kvctl.kv.index import Node, PackUse, make_nodes
 from kvctl.kv.names import SessionName
 from kvctl.kv.prefix import Want, find_prefix, open_prefix
@@ -61,8 +61,8 @@ def copy_prefix(
             adopt_key(taker, want.key if origin.format.key_id is not None else None, want.tenant)
             report = Report("kv cp", f"{found.tokens} tokens in repo {origin.id[:8]}")
             request = CopySession(source, str(name), target, labels={PROMOTED: origin.id}, max_rate=max_rate)
-            with Push.begin(taker, f"kv cp {name}", ctx) as push:
-                copying = _Promotion(request, session, taker, push, name, secret, None, report, ctx)
+            with open_ends(request, origin, taker) as ends, Push.begin(taker, f"kv cp {name}", ctx) as push:
+                copying = _Promotion(request, session, taker, ends, push, name, secret, None, report, ctx)
                 copying.want = want
                 try:
                     copying.run(watch)

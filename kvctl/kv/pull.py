@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvctl.core.addresses import StoreConfig
@@ -47,6 +49,7 @@ class PullSession:
     """`address`: TENANT/NAME[@GENERATION]. `tokens`: the caller's transcript, of which the longest stored prefix is
     pulled (None: all that is stored). `descriptor`: the caller's own; pulled KV must have been made by the same run.
     `layers`: only these. `tp_rank`: the rank whose heads are wanted, of `tp_size`. `mode`: 'prefix' or 'layers'.
+    `transport`, `transport_options`: as `open_lanes`.
     """
 
     repo: tuple[StoreConfig, ...]
@@ -63,6 +66,7 @@ class PullSession:
     strict: bool = False
     mode: str = "prefix"
     transport: str = "auto"
+    transport_options: Mapping[str, str] = field(default_factory=dict)
     max_in_flight_bytes: int | None = None
     max_rate: int | None = None
     hedge: bool = True
@@ -89,16 +93,34 @@ def pull_session(request: PullSession, ctx: Context) -> Report:
     After any other error the sink was told that nothing is valid.
     """
     watch = Stopwatch()
+    with Repo.open(request.repo, ctx) as repo:
+        return pull_from(repo, request, ctx, watch=watch)
+
+
+def pull_from(
+    repo: Repo,
+    request: PullSession,
+    ctx: Context,
+    *,
+    watch: Stopwatch | None = None,
+    first: Callable[[StoredSession], None] | None = None,
+) -> Report:
+    """`pull_session` from a repo that is open, which many pulls may share, at once too; the request's own is not looked
+    at. `watch`: begun where the report's time begins (None: here). `first` sees the session before anything moves.
+    """
+    watch = watch or Stopwatch()
     if request.sink is None:
         raise UsageError("a pull needs somewhere to put the KV")
     if request.mode not in MODES:
         raise UsageError(f"{request.mode!r} is no way to deliver", hint=f"use {' or '.join(MODES)}")
     report = Report("kv pull")
-    with Repo.open(request.repo, ctx) as repo, _open(repo, request, ctx) as session:
+    with closing(_lanes(repo, request)) as lanes, _open(repo, request, ctx) as session:
         report.source = f"{session.found} in repo {repo.id[:8]}"
         if session.hold is None:
             report.notes.append(UNLEASED)
-        pulling = _Pulling(request, request.sink, session, report, ctx)
+        if first is not None:
+            first(session)
+        pulling = _Pulling(request, request.sink, session, lanes, report, ctx)
         try:
             limit = pulling.run(watch)
         except BaseException:
@@ -111,6 +133,12 @@ def pull_session(request: PullSession, ctx: Context) -> Report:
     if limit.damaged:
         raise _partial(pulling.verdict, report)
     return report
+
+
+def _lanes(repo: Repo, request: PullSession) -> LaneSet:
+    return open_lanes(
+        repo.up, transport=request.transport, options=request.transport_options, max_rate=request.max_rate
+    )
 
 
 def _open(repo: Repo, request: PullSession, ctx: Context) -> StoredSession:
@@ -160,11 +188,18 @@ def make_layout(descriptor: Descriptor, tokens: int, request: PullSession) -> La
 
 class _Pulling:
     def __init__(
-        self, request: PullSession, sink: KvSink, session: StoredSession, report: Report, ctx: Context
+        self,
+        request: PullSession,
+        sink: KvSink,
+        session: StoredSession,
+        lanes: LaneSet,
+        report: Report,
+        ctx: Context,
     ) -> None:
         self.request = request
         self.sink = sink
         self.session = session
+        self.lanes = lanes
         self.report = report
         self.ctx = ctx
         self.clock = StageClock()
@@ -179,12 +214,11 @@ class _Pulling:
         self._judge(limit, layout)
         self.ctx.progress.note(str(self.verdict))
         watch.ready()
-        lanes = open_lanes(self.session.repo.up, transport=self.request.transport, max_rate=self.request.max_rate)
         try:
-            limit = self._deliver(lanes, limit, layout)
+            limit = self._deliver(limit, layout)
         finally:
-            fill(self.report, self.stats, lanes, self.clock.busy(), self.workers, seconds=watch.since_ready)
-            lanes.close()
+            fill(self.report, self.stats, self.lanes, self.clock.busy(), self.workers, seconds=watch.since_ready)
+            self.lanes.close()  # nothing moves any more when the sink is told what of it is valid
         self.report.metadata_bytes = self.session.header_bytes
         self.report.extra |= {
             "session": str(self.session.found.session),
@@ -205,7 +239,7 @@ class _Pulling:
         if short or (limit.damaged and self.request.strict):
             raise _partial(self.verdict, None, strict=self.request.strict)
 
-    def _deliver(self, lanes: LaneSet, limit: Limit, layout: Layout) -> Limit:
+    def _deliver(self, limit: Limit, layout: Layout) -> Limit:
         if not limit.tokens:
             self.sink.done(0)
             self.report.verified = Verification("none", "nothing was fetched")
@@ -221,7 +255,7 @@ class _Pulling:
                     ready = self.sink.layer_ready if self.request.mode == "layers" else None
                     fetch = Fetch(self.session, layout, views, self.clock, ready)
                 try:
-                    self._run(lanes, fetch)
+                    self._run(fetch)
                     break
                 except (IntegrityError, NotFoundError) as error:
                     bad = fetch.damaged()
@@ -257,16 +291,16 @@ class _Pulling:
         why = "" if fetch is not None else "nothing was fetched"
         report.verified = Verification("leaves" if fetch is not None else "none", why, self.stats.bytes)
 
-    def _run(self, lanes: LaneSet, fetch: Fetch) -> None:
+    def _run(self, fetch: Fetch) -> None:
         tasks = fetch.tasks()
         if not tasks:
             return
-        in_flight = sum(lane.max_window for lane in lanes.lanes) + 4
+        in_flight = sum(lane.max_window for lane in self.lanes.lanes) + 4
         longest = max(task.length for task in tasks)
         wanted = self.request.max_in_flight_bytes or STAGING
         arena = Arena(max(2, min(in_flight, len(tasks), staging_budget(wanted) // longest)), longest)
         executor = Executor(
-            lanes.lanes,
+            self.lanes.lanes,
             self.ctx,
             arena=arena,
             budget=self.request.max_in_flight_bytes,

@@ -11,6 +11,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final
@@ -23,6 +24,7 @@ from kvctl.kv.access import adopt_key, write_descriptor
 from kvctl.kv.codecs import check_codec
 from kvctl.kv.cutting import Cut, GroupPlan, pack_target, plan_group
 from kvctl.kv.encoding import encode_cut
+from kvctl.kv.geometry import block_bytes
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import Finder, PackUse, Stored, full_groups, make_nodes, write_nodes
 from kvctl.kv.manifest import SessionManifest
@@ -46,7 +48,7 @@ FEW: Final = 32  # packs per batch: each is looked up by a request of its own
 class PushSession:
     """`address`: TENANT/NAME. `key`: the repo's master secret, None without one. `with_tokens`: store the token ids
     too. `expires`: seconds from now after which policies may evict the generation. `pack_bytes`: payload that a pack
-    should have (None: a quarter of the session, but 16 to 64 MiB).
+    should have (None: a quarter of the session, but 16 to 64 MiB). `transport`, `transport_options`: as `open_lanes`.
     """
 
     repo: tuple[StoreConfig, ...]
@@ -58,6 +60,8 @@ class PushSession:
     labels: Mapping[str, str] = field(default_factory=dict)
     expires: float | None = None
     pack_bytes: int | None = None
+    transport: str = "auto"
+    transport_options: Mapping[str, str] = field(default_factory=dict)
     max_in_flight_bytes: int | None = None
     max_rate: int | None = None
 
@@ -71,13 +75,14 @@ def push_session(request: PushSession, ctx: Context) -> Report:
     check_codec(request.codec, request.source.descriptor.dtype)
     if not len(request.source.tokens):
         raise UsageError(f"{session}: a session of no tokens cannot be stored")
-    with Repo.open(request.repo, ctx) as repo:
-        report = Report("kv push", target=f"{session} in repo {repo.id[:8]}")
+    report = Report("kv push")
+    with Repo.open(request.repo, ctx) as repo, closing(_lanes(repo, request)) as lanes:
+        report.target = f"{session} in repo {repo.id[:8]}"
         secret = adopt_key(repo, request.key, session.tenant)
         generations = sessions.list_generations(repo, session.prefix)
         parent = generations[-1].generation if generations else None
         with Push.begin(repo, f"kv push {session}", ctx) as push:
-            pushing = _Pushing(request, session, repo, push, secret, parent, report, ctx)
+            pushing = _Pushing(request, session, repo, lanes, push, secret, parent, report, ctx)
             try:
                 pushing.run(watch)
             except InterruptedRunError as stop:
@@ -88,6 +93,12 @@ def push_session(request: PushSession, ctx: Context) -> Report:
     watch.stop(report)
     report.stages["cpu"] = cpu_share(report.cpu_s, report.seconds)
     return report
+
+
+def _lanes(repo: Repo, request: PushSession) -> LaneSet:
+    return open_lanes(
+        repo.up, transport=request.transport, options=request.transport_options, max_rate=request.max_rate
+    )
 
 
 def named(address: str) -> SessionName:
@@ -113,6 +124,7 @@ class _Pushing:
         request: PushSession,
         session: SessionName,
         repo: Repo,
+        lanes: LaneSet,
         push: Push,
         secret: bytes,
         parent: int | None,
@@ -122,6 +134,7 @@ class _Pushing:
         self.request = request
         self.session = session
         self.repo = repo
+        self.lanes = lanes
         self.push = push
         self.secret = secret
         self.parent = parent
@@ -135,13 +148,12 @@ class _Pushing:
         self.clock = StageClock()
         self.workers = min(4, os.cpu_count() or 1)
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-pack")
-        self.lanes: LaneSet = open_lanes(repo.up, max_rate=request.max_rate)
         self.writer = ChunkWriter(push, self.lanes, ctx, budget=request.max_in_flight_bytes, max_rate=request.max_rate)
         self.packs_written = 0
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
-        self.lanes.close()
+        self.lanes.close()  # before the buffer that it may still read from
         self.writer.close()
 
     def run(self, watch: Stopwatch) -> None:
@@ -287,8 +299,6 @@ class _Pushing:
     # -- writing -------------------------------------------------------------------------------------------
 
     def _payload(self, cut: Cut) -> int:
-        from kvctl.kv.geometry import block_bytes
-
         size = self.descriptor.block_tokens
         group = self.descriptor.groups[cut.group]
         blocks = 1 if group.recurrent else -(-(cut.end - cut.begin) // size)

@@ -86,6 +86,52 @@ def test_a_dry_push_says_what_is_stored_already(kvctl: Kvctl, lab: Path) -> None
     assert sorted(path for path in (lab / "a").rglob("*") if path.is_file()) == before
 
 
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("push", "bundle:0-130.safetensors", "carol/new", "--transport-opt"),
+        ("pull", "alice/chat", "--into", "bundle:x.safetensors", "--transport-opt"),
+        ("cp", "a:alice/chat", "b:alice/chat", "--transport-opt"),
+        ("cp", "a:alice/chat", "b:alice/chat", "--to-transport-opt"),
+        ("cp", "*/*", "--to", "b", "--to-transport-opt"),
+    ],
+)
+def test_an_unknown_option_of_a_transport_ends_before_anything_moves(
+    kvctl: Kvctl, lab: Path, words: tuple[str, ...]
+) -> None:
+    before = everything(lab)
+    for text, problem, hint in (
+        ("rails=2", "transport file has no option 'rails'", "it has direct, threads"),
+        ("direct=maybe", "direct=maybe means nothing", "use false or true"),
+        ("direct", "'direct' is not NAME=VALUE", ""),
+    ):
+        done = kvctl("kv", *words, text)
+        assert done.code == 2
+        assert problem in done.err
+        assert hint in done.err
+    assert everything(lab) == before
+
+
+def test_a_transport_and_its_options_carry_a_session_there_and_back(kvctl: Kvctl, lab: Path) -> None:
+    options = ("--transport", "file", "--transport-opt", "direct=true", "--transport-opt", "threads=2")
+    there = ("--to-transport", "store-get", "-o", "json")
+    reports = [
+        kvctl("kv", "push", "bundle:0-130.safetensors", "carol/new", *options, "-o", "json"),
+        kvctl("kv", "cp", "a:carol/new", "b:carol/new", *options, *there),
+        kvctl("kv", "pull", "b:carol/new", "--into", "bundle:x.safetensors", *options, "-o", "json"),
+    ]
+    assert [done.code for done in reports] == [0, 0, 0], [done.err for done in reports]
+    chosen = [[(item["name"], item["reason"]) for item in done.document["transport"]] for done in reports]
+    assert chosen == [
+        [("file", "asked for")], [("file", "asked for"), ("store-get", "asked for")], [("file", "asked for")]
+    ]  # fmt: skip
+    assert kv_of(lab / "x.safetensors") == kv_of(lab / "0-130.safetensors")
+
+
 def test_pull_measures_and_keeps_nothing_by_default(kvctl: Kvctl, lab: Path) -> None:
     before = sorted(lab.iterdir())
     done = kvctl("kv", "pull", "bob/other")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvctl.core.context import Context
 from kvctl.core.errors import IncompatibleError, UsageError
+from kvctl.kv.bundle import read_bundle
+from kvctl.kv.exchange import pull_bundle
 from kvctl.kv.identity import Group
-from kvctl.kv.pull import PullSession, pull_session, resolve_session
+from kvctl.kv.pull import PullSession, pull_from, pull_session, resolve_session
 from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.seams import MemorySink
+from kvctl.repo.repo import Repo
 from tests.kv.counting import Calls
 from tests.kv.world import check_sink, descriptor, make_repo, mem_stores, push, some_tokens, source
 
@@ -210,4 +215,30 @@ def test_requests_of_a_pull_do_not_follow_the_store(ctx: Context, calls: Calls, 
     report = push(repo, "alice/chat", tokens + some_tokens(16, seed=999), ctx)
     assert report.extra["tokens_shared"] == 2_496
     assert len(calls.control) == 58, calls.control
+    sink.close()
+
+
+def test_a_bundle_is_made_under_one_lease(ctx: Context, calls: Calls, tmp_path: Path) -> None:
+    repo = make_repo(mem_stores(1), ctx)
+    tokens = some_tokens(1_000)
+    push(repo, "alice/chat", tokens, ctx, with_tokens=True)
+    calls.reset()
+    pull_bundle(PullSession(repo, "alice/chat"), str(tmp_path / "chat.safetensors"), ctx)
+    assert calls.count("put", "leases/") == 1, "keys, values and tokens are of one generation"
+    assert calls.count("get", "member.json") == 1, "the repo is opened once"
+    with read_bundle(tmp_path / "chat.safetensors") as bundle:
+        assert bundle.token_ids == tokens
+
+
+def test_pulls_that_share_a_repo_do_not_open_it_again(ctx: Context, calls: Calls) -> None:
+    stores = make_repo(mem_stores(1), ctx)
+    tokens = some_tokens(1_000)
+    push(stores, "alice/chat", tokens, ctx)
+    sink = MemorySink()
+    with Repo.open(stores, ctx) as repo:
+        for _ in range(2):
+            calls.reset()
+            pull_from(repo, PullSession((), "alice/chat", sink), ctx)
+            check_sink(sink, descriptor(), tokens, 1_000)
+        assert calls.count("get", "member.json") == 0
     sink.close()

@@ -16,6 +16,8 @@ from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.api import Completion, Op, Status, Transport
 from kvctl.transports.registry import choose, open_store, open_transports
 from kvctl_verbs.rails import Rail, find_rails
+from tests.cli.inside import program_inside
+from tests.lab.fleet import SESSION_BYTES, write_session
 
 RAILS = ("10.9.2.1", "10.9.3.1")
 MIB = 1 << 20
@@ -94,3 +96,27 @@ def test_an_address_that_the_node_does_not_connect_to_is_left_alone(start: Calla
     assert problem is not None
     assert RAILS[1] in str(problem)
     assert "--rdma-allow" in (problem.hint or "")
+
+
+def test_a_session_goes_by_one_device_and_comes_by_another(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
+    node = start("10.9.0.0/16")
+    (tmp_path / "kvctl.toml").write_text(
+        f'[[repos.lab.stores]]\nurl = "{node.store().url}"\noptions.key_file = "{node.key_file()}"\n'
+    )
+    kvctl = program_inside(tmp_path)
+    write_session(tmp_path / "chat.safetensors")
+    assert kvctl("repo", "init", "-r", "lab").code == 0
+    whole = SESSION_BYTES // 4096  # packets, at least
+    for rail, words in enumerate((
+        ("push", "bundle:chat.safetensors", "lab:alice/chat", "--with-tokens"),
+        ("pull", "lab:alice/chat", "--into", "bundle:back.safetensors"),
+    )):  # fmt: skip
+        before = [received(rail) for rail in range(2)]
+        options = ("--transport", "native-rdma", "--transport-opt", f"devices=rxe{rail}")
+        done = kvctl("kv", *words, *options)
+        assert done.code == 0, done.err
+        packets = [received(rail) - count for rail, count in enumerate(before)]
+        print("packets", words[0], packets)
+        assert packets[rail] >= whole
+        assert packets[1 - rail] < whole // 8, "the end of older connections, no data"
+    assert (tmp_path / "back.safetensors").read_bytes() == (tmp_path / "chat.safetensors").read_bytes()

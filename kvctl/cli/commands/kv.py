@@ -17,8 +17,8 @@ from kvctl.cli.kv_options import (
     descriptor_of,
     key_option,
     known_model,
-    labels_of,
     model_options,
+    pairs,
     place,
     rate_option,
     read_tokens,
@@ -26,7 +26,16 @@ from kvctl.cli.kv_options import (
     tokens_option,
 )
 from kvctl.cli.lazy import KvCommand
-from kvctl.cli.options import Age, Size, allow_empty_option, argument, dry_run_option, option, s3_options
+from kvctl.cli.options import (
+    Age,
+    Size,
+    allow_empty_option,
+    argument,
+    dry_run_option,
+    option,
+    s3_options,
+    transport_options,
+)
 from kvctl.cli.tables import table
 from kvctl.core.errors import InterruptedRunError, KvctlError, PartialError, UsageError
 from kvctl.core.units import is_count
@@ -82,6 +91,7 @@ Examples:
 @option("--expires", type=Age(), metavar="TIME", envvar=None, help="Policies may evict it after this time.")
 @option("--pack-size", type=Size(), metavar="SIZE", envvar=None, show_default="by size",
         help="Bytes of KV per object.")  # fmt: skip
+@transport_options
 @in_flight_option
 @rate_option
 @dry_run_option
@@ -100,6 +110,8 @@ def push(
     labels: tuple[str, ...],
     expires: float | None,
     pack_size: int | None,
+    transport: str,
+    transport_opt: tuple[str, ...],
     max_in_flight: int | None,
     max_rate: int | None,
     dry_run: bool,
@@ -139,9 +151,11 @@ def push(
             key=where.key,
             with_tokens=with_tokens,
             codec=codec,
-            labels=labels_of(labels),
+            labels=pairs(labels),
             expires=expires,
             pack_bytes=pack_size,
+            transport=transport,
+            transport_options=pairs(transport_opt),
             max_in_flight_bytes=max_in_flight,
             max_rate=max_rate,
         )
@@ -175,7 +189,7 @@ def push(
 @option("--tp-rank", type=click.IntRange(min=0), section="Tensor parallelism", help="This rank's heads only.")
 @option("--tp-size", type=click.IntRange(min=1), default=1, section="Tensor parallelism", help="Ranks.")
 @model_options
-@option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move.")
+@transport_options
 @option("--hedge/--no-hedge", default=True, setting="hedge", section="Transfer",
         help="Ask a replica too when a request is slower than the p95 of its peers.")  # fmt: skip
 @in_flight_option
@@ -198,6 +212,7 @@ def pull(
     model_digests: str | None,
     dtype: str | None,
     transport: str,
+    transport_opt: tuple[str, ...],
     hedge: bool,
     max_in_flight: int | None,
     max_rate: int | None,
@@ -248,6 +263,7 @@ def pull(
             strict=strict,
             mode=mode,
             transport=transport,
+            transport_options=pairs(transport_opt),
             max_in_flight_bytes=max_in_flight,
             max_rate=max_rate,
             hedge=hedge,
@@ -291,6 +307,12 @@ def numbers(text: str) -> tuple[int, ...]:
 @tokens_option
 @option("--to-kv-key-file", type=click.Path(), metavar="FILE", envvar=None,
         help="The target repo's key file, where no config names it.")  # fmt: skip
+@option("--transport", default="auto", envvar=None, section="Transfer", help="How bulk bytes are read.")
+@option("--transport-opt", multiple=True, metavar="K=V", envvar=None, section="Transfer",
+        help="An option of that transport; repeat for more.")  # fmt: skip
+@option("--to-transport", default="auto", envvar=None, section="Transfer", help="How bulk bytes are written.")
+@option("--to-transport-opt", multiple=True, metavar="K=V", envvar=None, section="Transfer",
+        help="An option of that transport; repeat for more.")  # fmt: skip
 @rate_option
 @key_option
 @s3_options
@@ -301,6 +323,10 @@ def cp(
     to: str | None,
     tokens: str | None,
     to_kv_key_file: str | None,
+    transport: str,
+    transport_opt: tuple[str, ...],
+    to_transport: str,
+    to_transport_opt: tuple[str, ...],
     max_rate: int | None,
     kv_key_file: str | None,
     **s3: Any,  # Any: as S3Flags takes them
@@ -324,6 +350,7 @@ def cp(
     else:
         goal, new_name = place(app, flags, to_kv_key_file, to), ""
     transcript = read_tokens(tokens)
+    options, target_options = pairs(transport_opt), pairs(to_transport_opt)
     with app.running() as ctx:
         names = _expand(app, origin.stores, pattern, ctx)
         if len(names) > 1 and (new_name or transcript is not None):
@@ -340,6 +367,10 @@ def cp(
                 source_key=origin.key,
                 target_key=goal.key,
                 tokens=transcript,
+                transport=transport,
+                transport_options=options,
+                target_transport=to_transport,
+                target_options=target_options,
                 max_rate=max_rate,
             )
             return copy_session(wanted, ctx)
@@ -364,7 +395,7 @@ def _copied(app: App, ctx: Context, name: str, copy: Callable[[str], Report]) ->
     ctx.cancel.check("copying sessions")
     try:
         return {"session": name, "problem": "", "report": saved_report(app, copy(name))}
-    except InterruptedRunError:
+    except (InterruptedRunError, UsageError):  # wrong options are wrong for all
         raise
     except KvctlError as error:
         if ctx.cancel.stopping:
@@ -458,7 +489,7 @@ def import_(
 
     from kvctl.kv.exchange import ImportRequest, import_bundles
 
-    request = ImportRequest(where.stores, folder, tenant, where.key, with_tokens, codec, labels_of(labels), max_rate)
+    request = ImportRequest(where.stores, folder, tenant, where.key, with_tokens, codec, pairs(labels), max_rate)
     with app.running() as ctx:
         found = import_bundles(request, ctx)
     document = found.to_json()

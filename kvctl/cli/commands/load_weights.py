@@ -10,7 +10,7 @@ from kvctl.cli.app import S3Flags, current, model_address
 from kvctl.cli.commands.report import show_report
 from kvctl.cli.documents import render
 from kvctl.cli.lazy import KvCommand
-from kvctl.cli.options import Size, argument, dry_run_option, option, s3_options
+from kvctl.cli.options import Size, argument, dry_run_option, option, s3_options, transport_options
 
 EXAMPLES = """\b
 Examples:
@@ -54,15 +54,7 @@ Examples:
     section="Tensor parallelism",
     help="Which tensors are split how, where names do not tell.",
 )
-@option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move.")
-@option(
-    "--transport-opt",
-    multiple=True,
-    metavar="K=V",
-    setting="transport_opt",
-    section="Transfer",
-    help="An option of the transport; repeat for more.",
-)
+@transport_options
 @option(
     "--verify",
     type=click.Choice(("leaves", "full", "none")),
