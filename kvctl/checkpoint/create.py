@@ -19,7 +19,6 @@ import blake3
 
 from kvctl.checkpoint import names
 from kvctl.checkpoint.catalog import Catalog
-from kvctl.checkpoint.direct import write_options
 from kvctl.checkpoint.folder import Folder
 from kvctl.checkpoint.gentle import gently
 from kvctl.checkpoint.latency import Latencies
@@ -34,6 +33,7 @@ from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, InterruptedRunError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.repo.locking import LockingStore
+from kvctl.transfer.direct import write_options
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, Member, open_lanes, open_member
 from kvctl.transfer.report import Report, Verification
@@ -134,7 +134,7 @@ class _Writing:
         self._source_cpu = self.source.cpu_seconds()
         self.pacer.begin(self.total)
         asked = self.request.transport
-        options, note = write_options(self.member.config, asked, self.request.transport_options)
+        options, note = write_options((self.member.config,), asked, self.request.transport_options)
         if note:
             self.report.notes.append(note)
         lanes = open_lanes((self.member,), memory_kind="shared", transport=asked, options=options, trace=self.ctx.trace)

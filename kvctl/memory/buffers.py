@@ -57,7 +57,7 @@ class _Buffer(ctypes.Structure):
     )
 
 
-def address_of_readonly(memory: mmap.mmap) -> int:
+def address_of_readonly(memory: memoryview | mmap.mmap) -> int:
     """The address of memory that may be read-only: ctypes' own from_buffer takes writable memory only."""
     found = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(found), 0)

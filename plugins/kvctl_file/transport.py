@@ -21,6 +21,7 @@ from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfi
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl.transports.views import MOST, advance, first_of
+from kvctl_file.pages import copied, in_place
 from kvctl_file.store import READ, FileStore, raise_from, version_of
 
 # One system call moves at most this much: a running operation notices a cancel between two of them.
@@ -152,9 +153,7 @@ class FileTransport(ThreadedTransport):
             raise UsageError(f"the file transport writes whole objects ({op.key})")
         path = self._store.path(op.key)
         left = [view for view in op.views if len(view)]
-        # memory that is not where O_DIRECT wants it goes through the page cache: a copy either way
-        direct = self._direct and not op.parts and (op.buffer.address + op.buffer_offset) % PAGE == 0
-        whole = op.length // PAGE * PAGE if direct else 0
+        whole = op.length // PAGE * PAGE if self._direct else 0
         try:
             with self._store.writing(op.key) as fd:
                 if op.length >= RESERVED:
@@ -162,25 +161,40 @@ class FileTransport(ThreadedTransport):
                 done = 0
                 if whole:
                     with _Direct(fd):
-                        done = self._write_until(op, fd, left, done, whole, unit=PAGE)
+                        done = self._write_direct(op, fd, left, whole)
                 self._write_until(op, fd, left, done, op.length)
         except OSError as problem:
             raise_from(problem, path)
 
-    def _write_until(self, op: Op, fd: int, left: list[memoryview], done: int, end: int, *, unit: int = 1) -> int:
-        """Write what is `left`, from `done` to `end` of the file; less once the kernel took no multiple of `unit`."""
-        while done < end:
-            if self.is_cancelled(op.id):
-                raise OpCancelledError
-            piece, asked = first_of(left, min(end - done, PIECE if op.pace is None else PACED_PIECE))
-            if op.pace is not None:
-                op.pace(asked)
-            moved = os.pwritev(fd, piece, done)
-            done += moved
-            advance(left, moved)
-            if moved % unit:
-                break
+    def _write_direct(self, op: Op, fd: int, left: list[memoryview], end: int) -> int:
+        """Write what is `left` to the beginning of the file, up to `end`, past the page cache; memory that does not lie
+        as O_DIRECT wants it is copied first. Returns how far it came: less once the kernel took no whole pages.
+        """
+        done = 0
+        while done < end and done % PAGE == 0:
+            most = min(end - done, PIECE if op.pace is None else PACED_PIECE)
+            piece = in_place(left, most)
+            if not piece:
+                room = self._bounce().view[: min(most, BOUNCE)]
+                piece = [room[: copied(left, room)]]
+            done += self._write_piece(op, fd, left, piece, done)
         return done
+
+    def _write_until(self, op: Op, fd: int, left: list[memoryview], done: int, end: int) -> None:
+        """Write what is `left`, from `done` to `end` of the file."""
+        while done < end:
+            piece, _ = first_of(left, min(end - done, PIECE if op.pace is None else PACED_PIECE))
+            done += self._write_piece(op, fd, left, piece, done)
+
+    def _write_piece(self, op: Op, fd: int, left: list[memoryview], piece: list[memoryview], offset: int) -> int:
+        """Write the piece, which is what `left` begins with. Returns how many bytes the kernel took."""
+        if self.is_cancelled(op.id):
+            raise OpCancelledError
+        if op.pace is not None:
+            op.pace(sum(map(len, piece)))
+        moved = os.pwritev(fd, piece, offset)
+        advance(left, moved)
+        return moved
 
 
 class _Direct:
