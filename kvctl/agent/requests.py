@@ -182,6 +182,7 @@ def describe(item: Generation, device: str) -> Document:
         "device": device,
         "bytes": item.nbytes,
         "tensors": item.facts.get("tensors"),
+        "format": item.facts.get("format", "checkpoint"),
         "source": item.source,
         "fingerprint": item.fingerprint,
         "loader": item.loader.pid if item.loader else None,

@@ -20,6 +20,7 @@ from kvctl.agent.memory import MemfdBuffer
 from kvctl.core.errors import UsageError
 from kvctl.memory.buffers import PAGE
 from kvctl.memory.shareable import Shareable
+from kvctl.weights.engine_layout import check_is_checkpoint
 from kvctl.weights.runs import OutputFile
 from kvctl.weights.safetensors import parse_header
 from kvctl.weights.targets import Landing
@@ -186,11 +187,13 @@ def _write(fd: int, data: bytes) -> None:
 
 def shapes_of(headers: Iterable[tuple[bytes, int, str]]) -> Shapes:
     """Name -> (dtype, shape) over all headers: (bytes of the header, size of the file, its name). What several ranks
-    have is told apart by the file's name.
+    have is told apart by the file's name. Raises IncompatibleError for what an engine has laid out.
     """
     found: Shapes = {}
     for raw, size, file in headers:
-        for tensor in parse_header(raw, size, file).tensors:
+        header = parse_header(raw, size, file)
+        check_is_checkpoint(header.metadata, file)
+        for tensor in header.tensors:
             name = f"{tensor.name} ({file})" if tensor.name in found else tensor.name
             found[name] = (tensor.dtype, tensor.shape)
     return found

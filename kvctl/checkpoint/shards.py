@@ -22,6 +22,7 @@ from kvctl.core.errors import IncompatibleError
 from kvctl.engines.api import Part
 from kvctl.memory.buffers import Buffer, HostBuffer
 from kvctl.weights.dtypes import DTYPES
+from kvctl.weights.engine_layout import check_is_checkpoint
 from kvctl.weights.layout import encode_header
 from kvctl.weights.safetensors import Header, TensorInfo, parse_header
 
@@ -109,6 +110,12 @@ class SlotShards:
             for file in opened.files
             if file.header
         )
+        try:
+            for shard in self.shards:
+                check_is_checkpoint(shard.header.metadata, f"slot {slot}")
+        except IncompatibleError:
+            self.close()
+            raise
         self.side_files: Mapping[str, bytes] = {
             file.name: os.pread(file.fd, file.size, 0) for file in opened.files if not file.header
         }

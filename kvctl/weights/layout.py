@@ -62,8 +62,8 @@ def layout_rank(headers: Sequence[Header], slices: ModelSlices, *, output: int =
     return Layout((OutputFile(name, encode_header(document), at),), tuple(tensors), tuple(wants))
 
 
-def encode_header(document: object) -> bytes:
-    """Length prefix and JSON, padded with spaces so that the data section begins at a multiple of 8."""
+def encode_header(document: object, align: int = 8) -> bytes:
+    """Length prefix and JSON, padded with spaces so that the data section begins at a multiple of `align` bytes."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % align)
     return len(text).to_bytes(8, "little") + text

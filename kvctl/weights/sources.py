@@ -23,6 +23,7 @@ from kvctl.core.errors import (
 from kvctl.core.units import MIB
 from kvctl.transports.api import ObjectInfo, Store
 from kvctl.weights import index as indexes
+from kvctl.weights.engine_layout import check_is_checkpoint
 from kvctl.weights.index import INDEX_NAME, INDEX_SUFFIX, SHARD_SUFFIX, Index
 from kvctl.weights.safetensors import PROBE, Header, TensorInfo, parse_header, rest_of_header
 
@@ -336,6 +337,7 @@ class _Opener:
             tail = rests.get(info.key)
             whole = data if tail is None else data + tail
             header = parse_header(whole, info.size, _where(self.store, info.key))
+            check_is_checkpoint(header.metadata, _where(self.store, info.key))
             files.append(SourceFile(name, info.key, info.size, info.version, header))
         return tuple(files)
 

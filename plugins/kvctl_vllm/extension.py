@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 from kvctl.core.errors import ConflictError, KvctlError, NotFoundError, UsageError
+from kvctl_vllm import laid_out
 from kvctl_vllm.connector import WORKERS
 from kvctl_vllm.held import held
 from kvctl_vllm.loader import tensor_rank
@@ -128,6 +129,7 @@ class WorkerExtension:
             "ranks": own.rank[1],
             "kept": own.swapping.kept,
             "kv": kv,
+            "memory": laid_out.memory(),
         }
 
     # -- weights out -----------------------------------------------------------------------------------------

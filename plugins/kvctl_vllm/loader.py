@@ -3,8 +3,9 @@
     vllm serve FOLDER --load-format kvctl --model-loader-extra-config '{"source": "lab:llama70b@7"}'
 
 FOLDER holds config.json and the tokenizer; "source" is where the weights are (default: FOLDER). Further settings:
-"repo" (where a bare name is), "config" (a kvctl config file), "transport", "verify", "max_rate". `reload_weights`
-with `weights_path` takes any such address.
+"repo" (where a bare name is), "config" (a kvctl config file), "transport", "verify", "max_rate", "engine_slot" (a slot
+of this host's agent for the weights as this engine lays them out: the first engine fills it, the next ones map it and
+read nothing). `reload_weights` with `weights_path` takes any such address.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from kvctl.core.errors import UsageError
+from kvctl.agent.engine_slot import EngineSlot
+from kvctl.core.errors import EnvError, KvctlError, TransientError, UsageError
 from kvctl.core.units import format_seconds, format_size
-from kvctl_vllm import places
+from kvctl.weights.load import plan_load
+from kvctl_vllm import laid_out, layout_key, places
 from kvctl_vllm.held import now_holds
 from kvctl_vllm.tensors import Weights
 
 log = logging.getLogger("vllm.kvctl")
-SETTINGS: Final = {"source", "repo", "config", "transport", "verify", "max_rate", "digests"}
+SETTINGS: Final = {"source", "repo", "config", "transport", "verify", "max_rate", "digests", "engine_slot"}
 _MODEL: Final = "_kvctl_model"  # the folder that the engine was started with
 
 
@@ -47,6 +51,66 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
     def download_model(self, model_config: ModelConfig) -> None:
         return
 
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        asked = self.extra.get("engine_slot")
+        if asked is None or model_config is not vllm_config.model_config:  # a draft model is small
+            model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+            return model
+        self.extra.setdefault(_MODEL, model_config.model)
+        device = torch.device(self.load_config.device or vllm_config.device_config.device)
+        slot = EngineSlot(str(asked)).of_rank(*layout_key.rank_of())
+        wanted = laid_out.Wanted(
+            self._address(model_config),
+            self._fingerprint(self._address(model_config)),
+            layout_key.engine_key(vllm_config, model_config, device),
+        )
+        try:
+            mapped = laid_out.find(slot, wanted)
+        except (EnvError, TransientError) as error:  # no agent, or one that is going: that is no reason not to serve
+            model = super().load_model(vllm_config, model_config, prefix)
+            laid_out.alone(error)
+            return model
+        if mapped is None:
+            model = super().load_model(vllm_config, model_config, prefix)
+            try:
+                layout_key.check_model(model)
+            except KvctlError as error:
+                laid_out.alone(error)
+                return model
+            try:
+                laid_out.publish(model, slot, wanted)
+            except KvctlError as error:
+                laid_out.alone(error)
+        else:
+            with set_default_torch_dtype(model_config.dtype):
+                with device:
+                    model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                layout_key.check_model(model)
+                layout = mapped.layout
+                now_holds(layout.source, layout.digest, layout.names)
+                laid_out.attach(model, slot, mapped)
+            model = model.eval()
+        with set_default_torch_dtype(model_config.dtype):
+            layout_key.settle(model, model_config, device)
+        return model
+
+    def _fingerprint(self, address: str) -> str | None:
+        """Of the weights that are there now, from headers alone; None when the source does not answer."""
+        settings = places.config(self.extra.get("config"))
+        request = places.weights_request(settings, address, self.extra.get("repo"))
+        rank, size = tensor_rank()
+        if size > 1:
+            request = replace(request, tp_rank=rank, tp_size=size)
+        try:
+            return plan_load(request, places.context(settings)).fingerprint
+        except TransientError as error:
+            log.warning("kvctl: %s does not answer (%s): what the slot has of it will do", address, error)
+            return None
+
+    def _address(self, model_config: ModelConfig) -> str:
+        moved = model_config.model != self.extra.get(_MODEL, model_config.model)
+        return str(model_config.model if moved else self.extra.get("source", model_config.model))
+
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         self.extra.setdefault(_MODEL, model_config.model)
         loaded = model.load_weights(self.get_all_weights(model_config, model))
@@ -59,9 +123,7 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of the source; after a `reload_weights` with a path, of that address."""
-        moved = model_config.model != self.extra.get(_MODEL, model_config.model)
-        address = str(model_config.model if moved else self.extra.get("source", model_config.model))
-        yield from stream(address, self.extra)
+        yield from stream(self._address(model_config), self.extra)
 
 
 def stream(address: str, extra: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # Any: JSON
