@@ -18,6 +18,7 @@ from kvctl.repo.process import identity, is_gone
 from kvctl.transports.api import Store
 
 TTL: Final = 120.0
+RENEWALS: Final = 3  # in a lock's time: two may fail
 
 
 class Lock:
@@ -67,7 +68,7 @@ class Lock:
         self._renewed = started
 
     def _beat(self) -> None:
-        while not self._over.wait(self._ttl / 3):
+        while not self._over.wait(self._ttl / RENEWALS):
             try:
                 self._put(self._version)
             except ConflictError as error:

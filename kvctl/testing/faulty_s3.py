@@ -161,6 +161,11 @@ class FaultyS3:
                 if (method is None or item.method == method) and fnmatch.fnmatchcase(item.key, key)
             ]
 
+    def waits_for_nobody(self) -> bool:
+        """Whether all that clients have sent so far, those that have gone included, was carried out."""
+        assert self._server is not None
+        return not self._server.connections
+
     def record(self, *fields: Any) -> None:  # Any: the fields of `Request`, in order
         with self.lock:
             self.log.append(Request(*fields))

@@ -35,19 +35,31 @@ class Server(ThreadingHTTPServer):
             self._tls.load_cert_chain(*owner.tls_certificate)
         super().__init__(("127.0.0.1", owner.port), _Handler)
 
-    def finish_request(self, request: object, client_address: object) -> None:
+    @property
+    def connections(self) -> int:
+        """Those that were accepted and have not ended."""
+        return len(self._open)
+
+    def process_request(self, request: object, client_address: object) -> None:
         assert isinstance(request, socket.socket)
         self._open.add(request)
-        with contextlib.suppress(OSError):  # clients go away: a failed handshake, a reset
-            if self._tls is not None:
-                request = self._tls.wrap_socket(request, server_side=True)
-                self._open.add(request)
-            try:
-                _Handler(request, client_address, self)
-            finally:
-                self._open.discard(request)
+        super().process_request(request, client_address)
+
+    def finish_request(self, request: object, client_address: object) -> None:
+        assert isinstance(request, socket.socket)
+        accepted = request
+        try:
+            with contextlib.suppress(OSError):  # clients go away: a failed handshake, a reset
                 if self._tls is not None:
-                    request.close()
+                    request = self._tls.wrap_socket(request, server_side=True)
+                    self._open.add(request)
+                try:
+                    _Handler(request, client_address, self)
+                finally:
+                    if self._tls is not None:
+                        request.close()
+        finally:
+            self._open.difference_update({accepted, request})
 
     def shutdown_request(self, request: object) -> None:
         """Closes at once: a FIN before it would hide a reset."""

@@ -133,8 +133,9 @@ class NodeProcess:
         self.process.wait()
 
     def stop(self) -> None:
-        """Freeze it: sockets stay, nothing answers."""
+        """Freeze it: sockets stay, nothing answers. It is frozen when this returns: the signal alone is a request."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -166,7 +166,7 @@ def test_w5_a_server_that_never_answers_ends_after_the_stall_timeout(server: Fau
 
 def test_w5_what_landed_before_is_kept_for_the_next_try(tmp_path: Path, server: FaultyS3) -> None:
     stored(server).add(Fault("status", key=KEY, skip=1))
-    refused(load(server, "--stall-timeout", "1s"), 6, KEY.rpartition("/")[2])
+    refused(load(server, "--stall-timeout", "3s"), 6, KEY.rpartition("/")[2])
     assert not (tmp_path / "out").exists()
     server.clear()
     done = load(server)

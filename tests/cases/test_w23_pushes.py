@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvctl.testing.models import LlamaShape, write_llama
 from kvctl.weights.load import run_load
 from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
+from tests.agent.agents import eventually
 from tests.cases.world import as_option, files_of, folders, kvctl, make_repo, quick
 from tests.cli.program import PROGRAM
 
@@ -62,6 +64,14 @@ def test_two_processes_push_one_model_at_once(tmp_path: Path) -> None:
     finish(stores, files, tmp_path)
 
 
+def wait_for_nobody(server: FaultyS3) -> None:
+    """Until it has carried out what earlier clients sent."""
+    with closing(HTTPConnection("127.0.0.1", server.port)) as last:
+        last.request("GET", "/")
+        last.getresponse().read()  # whoever connected before it was accepted before it
+    eventually(server.waits_for_nobody, "the server has nothing more to do")
+
+
 def finish(stores: Sequence[StoreConfig], files: dict[str, bytes], folder: Path) -> None:
     """The model is right, and what the two wrote twice is garbage that gc takes."""
     run_load(LoadRequest("m", repo=tuple(stores), into="dir:out", verify="full"), quick())
@@ -85,10 +95,7 @@ def test_a_push_that_was_ended_writes_only_what_is_missing_the_second_time(
     with pytest.raises(KvctlError, match="access denied"):
         push_weights(request, quick())
     # what the push had sent when it gave up is still answered: with the fault, not after it
-    seen = -1
-    while seen != len(server.log):
-        seen = len(server.log)
-        time.sleep(0.3)
+    wait_for_nobody(server)
     there = {key: len(item.data) for (_, key), item in server.objects.items() if "/chunks/" in key}
     assert len(there) >= writes
     assert not [key for _, key in server.objects if "/models/" in key]

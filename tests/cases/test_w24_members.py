@@ -12,6 +12,7 @@ from kvctl.testing.faulty_s3 import Fault, FaultyS3
 from kvctl.testing.models import LlamaShape, write_llama
 from tests.cases.world import as_option, files_of, kvctl, make_repo, nothing_left, push, refused
 
+SOON = ("--stall-timeout", "2s")  # for loads that are to end
 SHAPE = LlamaShape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, inner=704, vocab=1024)
 
 
@@ -32,8 +33,7 @@ class Cluster:
 
     @property
     def args(self) -> tuple[str, ...]:
-        return ("load-weights", "m", "-r", as_option(self.stores), "--into", "dir:out", "-o", "json", "--stall-timeout",
-                "2s")  # fmt: skip
+        return ("load-weights", "m", "-r", as_option(self.stores), "--into", "dir:out", "-o", "json")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_one_replica_and_a_member_that_is_down_names_it_and_what_is_missing(clus
     victim = held.index(max(held))
     lost = cluster.servers[victim].endpoint
     cluster.servers[victim].close()
-    error = refused(kvctl(*cluster.args), 6, f"member s3://bucket/repo at {lost} is down", "only there")
+    error = refused(kvctl(*cluster.args, *SOON), 6, f"member s3://bucket/repo at {lost} is down", "only there")
     assert error["details"]["missing_bytes"] > 0
     assert error["code"] == "member_down"
     nothing_left(tmp_path)
@@ -100,7 +100,7 @@ def test_one_replica_and_a_member_that_dies_in_the_middle_ends_with_six(cluster:
     victim = cluster.servers[2]
     # after the headers and leaf tables, wherever random ids have put them
     victim.add(Fault("reset", key="repo/chunks/*", methods=("GET",), skip=8))
-    error = refused(kvctl(*cluster.args), 6, "chunks/")
+    error = refused(kvctl(*cluster.args, *SOON), 6, "chunks/")
     assert error["details"]["missing_bytes"] > 0
     assert error["details"]["members"] == f"s3://bucket/repo at {victim.endpoint}"
     assert not (tmp_path / "out").exists()
@@ -114,7 +114,7 @@ def test_one_replica_and_a_member_that_dies_before_the_headers_ends_with_six(clu
     cluster.fill(replicas=1)
     for server in cluster.servers:
         server.add(Fault("reset", key="repo/chunks/*", methods=("GET",)))
-    refused(kvctl(*cluster.args), 6, "no readable copy of chunk")
+    refused(kvctl(*cluster.args, *SOON), 6, "no readable copy of chunk")
     assert not (tmp_path / "out").exists()
 
 

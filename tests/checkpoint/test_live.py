@@ -20,7 +20,7 @@ from kvctl.checkpoint.create import CreateRequest, create
 from kvctl.checkpoint.engine import EngineLatencies, EngineWeights, gaps_of
 from kvctl.checkpoint.gentle import NICE
 from kvctl.checkpoint.latency import Canary, Histogram, Latencies, open_latencies
-from kvctl.checkpoint.pace import Limits
+from kvctl.checkpoint.pace import ENOUGH, Limits
 from kvctl.checkpoint.pacing import missed
 from kvctl.checkpoint.shards import LiveShards, LiveTensor, LiveWeights
 from kvctl.core.addresses import StoreConfig, parse_store
@@ -208,8 +208,11 @@ def test_raw_samples_of_an_engine_set_the_pace(to: StoreConfig) -> None:
     assert missed(report) == ""
 
 
-def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_whole(to: StoreConfig) -> None:
-    # half a MB at 200 kB/s: some windows of a second
+def test_a_missed_budget_and_a_missed_deadline_are_told_and_the_checkpoint_is_whole(
+    to: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing_module, "WINDOW_SECONDS", 0.1)
+    # half a MB at 200 kB/s: 2.5 s at least, and many windows
     limits = Limits(budget=0.001, max_rate=2e5, min_rate=1e5, deadline=1.0)
     report = checkpoint(Trainer([]), to, limits, Told(0.01, 0.05))
     pacing = report.extra["pacing"]
@@ -228,19 +231,26 @@ def test_a_batch_gets_its_tokens_at_once_and_that_counts_once() -> None:
 
 
 class Slow(Told):
-    """An engine whose step takes longer than a window: two samples each time it is asked."""
+    """An engine whose step takes longer than a look at it: two samples each time it is asked."""
+
+    looks = 0
 
     def take(self) -> Sequence[float]:
+        self.looks += self.baseline
         return [self._gap] * 2
 
 
-def test_a_baseline_takes_longer_where_the_engine_tells_little(to: StoreConfig) -> None:
+def test_a_baseline_takes_longer_where_the_engine_tells_little(
+    to: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing_module, "_PATIENCE", 600)  # a look may take long on a busy machine
     source = LiveShards(Trainer([]), 2 * TENSORS[0].nbytes)
     request = CreateRequest(to, Limits(budget=0.001, max_rate=1e9, min_rate=1e8), baseline_seconds=0.2)
-    report = create(source, request, Context(), latencies=Slow(0.4, 0.4))
-    # ten looks of 0.1 s, where two are usual
+    latencies = Slow(0.4, 0.4)
+    report = create(source, request, Context(), latencies=latencies)
     assert report.extra["pacing"]["baseline_p99_s"] == 0.4
-    assert report.setup_s >= 1.0
+    # what came before counts for nothing; then until there is enough, where two looks of 0.1 s are usual
+    assert latencies.looks == 1 + ENOUGH // 2
 
 
 def test_one_with_a_pace_gives_way_on_the_processors_and_the_caller_stays_as_it_is(to: StoreConfig) -> None:
@@ -306,12 +316,14 @@ vllm:other_bucket{{le="1"}} 5
 
 
 class Server:
-    """An engine's HTTP as far as latencies need it: metrics that a test sets, and a stream of tokens."""
+    """An engine's HTTP as far as latencies need it: metrics that a test sets, and a stream of the tokens that it
+    releases.
+    """
 
     def __init__(self) -> None:
         outer = self
         self.counts = (0, 0, 0)
-        self.gap = 0.005
+        self.tokens = threading.Semaphore(0)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -328,7 +340,7 @@ class Server:
                 self.end_headers()
                 with contextlib.suppress(OSError):
                     for _ in range(100):
-                        time.sleep(outer.gap)
+                        outer.tokens.acquire()
                         self.wfile.write(b'data: {"choices": []}\n\n')
                     self.wfile.write(b"data: [DONE]\n\n")
 
@@ -364,17 +376,25 @@ def test_a_histogram_gives_its_edges_and_says_how_coarse_they_are(server: Server
 
 def test_a_canary_measures_the_gaps_of_its_own_stream(server: Server) -> None:
     latencies = open_latencies(f"canary:{server.url}")
+    assert isinstance(latencies, Canary)
     found: list[float] = []
 
-    def enough() -> bool:
+    def gaps(count: int) -> bool:
         found.extend(latencies.take())
-        return len(found) >= 50
+        return len(found) == count
 
-    eventually(enough, "fifty gaps")
+    began = time.monotonic()
+    server.tokens.release(2)
+    eventually(lambda: gaps(1), "the second token has come")
+    time.sleep(0.02)
+    server.tokens.release()
+    eventually(lambda: gaps(2), "the third token has come")
+    ended = time.monotonic()
+    server.tokens.release(1000)  # it reads on until it is closed
     latencies.close()
-    assert isinstance(latencies, Canary)
-    assert min(found) > 0.0
-    assert sorted(found)[len(found) // 2] >= 0.004
+    assert found[0] > 0
+    assert found[1] >= 0.02
+    assert sum(found) <= ended - began
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from tests.checkpoint.making import SHAPE, checkpoint
 
 WEIGHTS = "*.safetensors"
 CHANGED = "model-00002-of-00012.safetensors"
+# so patient that something was stored before it gives up, on a busy machine too
+IMPATIENT = Context(retry=RetryPolicy(base=0.01, cap=0.02, attempts=3, stall_timeout=3.0))
 
 
 @pytest.fixture
@@ -163,9 +165,8 @@ def test_a_bucket_that_fails_half_way_ends_with_6_and_the_next_run_sends_what_is
 ) -> None:
     to = server.store("ck/llama")
     server.add(Fault("status", key=WEIGHTS, methods=("PUT",), skip=5))
-    impatient = Context(retry=RetryPolicy(base=0.01, cap=0.02, attempts=3, stall_timeout=0.5))
     with pytest.raises(TransientError) as stopped:
-        checkpoint(loaded, to, ctx=impatient)
+        checkpoint(loaded, to, ctx=IMPATIENT)
     assert stopped.value.exit_code == 6
     assert ("bucket", f"ck/llama/{names.LATEST}") not in server.objects
     (partial,) = [item.data for (_, key), item in server.objects.items() if key.endswith(names.PARTIAL)]
@@ -185,7 +186,7 @@ def test_what_a_failed_run_sent_and_somebody_replaced_is_sent_again(
     to = server.store("ck/llama")
     server.add(Fault("status", key=WEIGHTS, methods=("PUT",), skip=5))
     with pytest.raises(TransientError):
-        checkpoint(loaded, to, ctx=Context(retry=RetryPolicy(base=0.01, cap=0.02, attempts=3, stall_timeout=0.5)))
+        checkpoint(loaded, to, ctx=IMPATIENT)
     key, stored = next((key, item) for (_, key), item in server.objects.items() if key.endswith(".safetensors"))
     server.put(key, bytes(len(stored.data)))
     server.clear()

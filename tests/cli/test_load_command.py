@@ -150,7 +150,7 @@ class Slow:
             server.put(f"m/{name}", data)
         for shard in ("00003", "00004"):
             # the first read is the header's
-            server.add(Fault("slow", key=f"*{shard}-of*", skip=1, rate=20_000))
+            server.add(Fault("slow", key=f"*{shard}-of*", skip=1, rate=2_000))
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         """The load, once it has begun to move data."""

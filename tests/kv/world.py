@@ -25,11 +25,12 @@ FULL = Group("full", (0, 1), 2, 8, 8)
 
 
 def mem_stores(count: int = 1) -> tuple[StoreConfig, ...]:
-    return tuple(StoreConfig(f"mem://kv-test-{next(_NAMES)}") for _ in range(count))
+    # a repo orders its members by URL: with numbers of one width, members are in the order of these
+    return tuple(StoreConfig(f"mem://kv-test-{next(_NAMES):06}") for _ in range(count))
 
 
 def file_stores(folder: Path, count: int = 1) -> tuple[StoreConfig, ...]:
-    return tuple(StoreConfig(f"file://{folder}/kv-store{next(_NAMES)}") for _ in range(count))
+    return tuple(StoreConfig(f"file://{folder}/kv-store{next(_NAMES):06}") for _ in range(count))
 
 
 def make_repo(stores: Sequence[StoreConfig], ctx: Context, *, replicas: int = 1) -> tuple[StoreConfig, ...]:

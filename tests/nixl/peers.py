@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -48,8 +49,7 @@ class Child:
     def stop(self) -> None:
         """And it has stopped when this returns: the signal alone is only a request."""
         self.process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -114,7 +114,7 @@ def test_a_source_killed_in_the_middle_never_leaves_a_read_hanging(mode: str) ->
 @modes
 def test_memory_given_up_to_a_stopped_source_stays_until_it_is_known_to_be_left_alone(mode: str) -> None:
     """A stopped process keeps its connections and does nothing. When it goes on, what it was asked for lands."""
-    with running() as child, reading(child.url, mode=mode, deadline="3", timeout="1") as (_, transport):
+    with running() as child, reading(child.url, mode=mode, deadline="3", timeout="5") as (_, transport):
         buffer = HostBuffer(SIZE)
         address = buffer.address
         transport.register(buffer)

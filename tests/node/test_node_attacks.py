@@ -299,7 +299,7 @@ def connections(node: NodeProcess, *, read: bool = False) -> int:
 
 
 def test_a_trickle_of_a_head_is_ended(start: Callable[..., NodeProcess]) -> None:
-    node = start("--head-timeout", "0.3")
+    node = start("--head-timeout", "1")
     with Raw((node.host, node.port)) as raw:
         raw.sock.sendall(b"GET /v1/k HTTP/1.1\r\n")
         assert raw.ended()

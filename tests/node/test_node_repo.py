@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from kvctl.weights.load import run_load
 from kvctl.weights.push import PushRequest, push_weights
 from kvctl.weights.request import LoadRequest
 from tests.cases.world import files_of, kvctl, refused
+from tests.halting import Halt
 
 SHAPE = LlamaShape(layers=2, hidden=256, heads=4, kv_heads=4, head_dim=64, inner=704, vocab=8192)
 STRIPE = 256 * 1024
@@ -99,14 +101,13 @@ def test_a_node_killed_in_the_middle_of_a_load(start: Callable[..., NodeProcess]
     nodes = [start() for _ in range(3)]
     stores = stores_of(nodes, "r")
     make(stores, model, replicas=2)
-    victim = nodes[1]
-    idle = victim.metrics()["kvctl_node_sent_bytes_total"]
-    request = LoadRequest("m", repo=stores, into=f"dir:{tmp_path}/out", max_rate=8 << 20, verify="full")
+    request = LoadRequest("m", repo=stores, into=f"dir:{tmp_path}/out", verify="full")
+    halt = Halt()
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(run_load, request, quick())
-        while victim.metrics()["kvctl_node_sent_bytes_total"] < idle + STRIPE:
-            assert not loading.done(), "the load ended before the node was killed"
-        victim.kill()
+        loading = pool.submit(run_load, request, replace(quick(), progress=halt))
+        halt.wait()
+        nodes[1].kill()
+        halt.go_on()
         report = loading.result().to_json()
     assert files_of(tmp_path / "out") == files_of(model)
     assert report["retries"] >= 1

@@ -17,7 +17,7 @@ import pytest
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import AuthError, KvctlError, MemberDownError, NotFoundError, StalledError, TransientError
-from kvctl.repo import admin, maintain
+from kvctl.repo import admin, locking, maintain
 from kvctl.repo.check import Share, check
 from kvctl.repo.gc import GcOptions, run_gc
 from kvctl.repo.layout import INTENTS, LOCKS, MODELS, REPO, model_key
@@ -116,16 +116,30 @@ def test_everything_works_on_stores_without_conditional_put(ctx: Context) -> Non
         assert list(repo.members[0].store.list(LOCKS)) == []
 
 
-def test_the_lock_of_a_dead_writer_expires(ctx: Context) -> None:
+class Hurried:
+    """Stands in for `time`: who sleeps is awake at once, and so much later."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def test_the_lock_of_a_dead_writer_expires(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "time", Hurried())
     config = mem_stores(1)[0]
     store = MemStore(config.url.removeprefix("mem://"), conditional_put=False)
     store.put(f"{LOCKS}key/dead", b"")
     with pytest.raises(StalledError, match="no turn to write key"):
-        LockingStore(store, settle=0.001, ttl=0.05).put("key", b"x", if_absent=True)
+        LockingStore(store).put("key", b"x", if_absent=True)
     with pytest.raises(NotFoundError):
         store.stat("key")
     skip_time([config], 61)
-    LockingStore(store, settle=0.001).put("key", b"x", if_absent=True)
+    LockingStore(store).put("key", b"x", if_absent=True)
     assert store.get("key") == b"x"
     assert list(store.list(LOCKS)) == []
 

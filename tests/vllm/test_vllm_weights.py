@@ -257,9 +257,10 @@ def test_requests_under_way(engine: Engine, adapter: EngineAdapter, pair: tuple[
             "return_token_ids": True, "kv_transfer_params": {"kvctl": NO_KV},
         })["choices"][0])  # fmt: skip
 
+    before = adapter.samples(0).until
     asker = threading.Thread(target=ask)
     asker.start()
-    while not adapter.samples(time.time() - 0.3).samples:
+    while not adapter.samples(before).samples:
         time.sleep(0.02)
     adapter.swap(SwapRequest(pair[1], in_flight=how))
     asker.join()
