@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,13 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.testing.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedFS
 
 _PREFIXES = itertools.count()
+
+with suppress(ImportError):  # the engines' environments have no hypothesis, and no test that needs it
+    from hypothesis import HealthCheck, settings
+
+    # how long an example takes says something about the machine, nothing about the code
+    settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any-machine")
 
 
 @pytest.fixture(autouse=True)

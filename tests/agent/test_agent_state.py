@@ -122,7 +122,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotMachine.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_generation_that_a_peer_has_just_read_outlives_its_swap_for_a_moment() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.agent.fanning import load_with_peers
@@ -37,7 +37,6 @@ SHAPE = LlamaShape(layers=6, hidden=1024, inner=2048, vocab=8192)  # 86 MB: a do
 AGENTS = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
 
 
-@settings(deadline=None)
 @given(AGENTS, st.integers(1, 60), st.data())
 def test_every_run_has_one_reader_and_only_a_dead_agents_runs_move(
     agents: list[str], runs: int, data: st.DataObject
@@ -55,7 +54,6 @@ def test_every_run_has_one_reader_and_only_a_dead_agents_runs_move(
                 assert after == before
 
 
-@settings(deadline=None)
 @given(st.integers(3, 8), st.data())
 def test_shares_are_equal_and_a_dead_agents_share_is_spread(agents: int, data: st.DataObject) -> None:
     names = [f"host{number}:7781" for number in range(agents)]

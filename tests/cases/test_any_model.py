@@ -74,9 +74,7 @@ def loaded(request: LoadRequest) -> dict[str, bytes]:
     return found
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     tensors=models(), shards=st.integers(1, 3), stripe=st.sampled_from([LEAF, 2 * LEAF, 16 * LEAF]),
     members=st.integers(1, 4), replicas=st.integers(1, 2), size=st.sampled_from([1, 2, 4, 8]), data=st.data(),

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.checkpoint import names
@@ -25,7 +25,6 @@ WINDOWS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(
     WINDOWS, st.one_of(st.none(), st.integers(1 << 20, 1 << 34)), st.integers(1 << 10, 1 << 20),
     st.one_of(st.none(), st.floats(1, 1000)),
@@ -118,7 +117,6 @@ def test_p99_is_the_nearest_rank() -> None:
     assert p99([1.0, 2.0]) == 2.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**6), unique=True, max_size=20), st.integers(1, 25), st.data())
 def test_retention_keeps_the_newest_and_what_latest_names(stamps: list[int], keep: int, data: st.DataObject) -> None:
     idents = [f"{stamp:014d}" for stamp in stamps]
@@ -154,7 +152,6 @@ TENSORS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(TENSORS, st.integers(1, 10000))
 def test_shards_hold_every_tensor_once_and_are_right_safetensors_files(
     kinds: list[tuple[str, list[int]]], limit: int
@@ -170,7 +167,6 @@ def test_shards_hold_every_tensor_once_and_are_right_safetensors_files(
     assert index["weight_map"].keys() == found.keys()
 
 
-@settings(deadline=None)
 @given(TENSORS, st.lists(st.integers(1, 5000), min_size=1, max_size=5))
 def test_reads_are_as_long_as_asked_and_cover_every_byte_once_in_order(
     kinds: list[tuple[str, list[int]]], pieces: list[int]

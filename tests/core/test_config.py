@@ -195,7 +195,7 @@ trees = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=150)
 @given(st.dictionaries(st.sampled_from([*SETTINGS, "repos", "default_repo", "zz"]), trees, max_size=3))
 def test_any_toml_is_read_or_refused_in_words(tmp_path: Path, document: dict[str, object]) -> None:
     said = "conf.toml"

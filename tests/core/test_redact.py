@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.core.redact import redact, redact_json
@@ -74,14 +74,12 @@ def test_json_values_and_keys_are_masked_and_numbers_stay() -> None:
     }
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_no_secret_survives_in_any_surroundings(before: str, after: str) -> None:
     assert SECRET not in redact(before + SECRET + after, ENV)
     assert TOKEN not in json.dumps(redact_json({"text": before + TOKEN + after}, ENV))
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="abAKIA01:/@=&?. \"'\n", max_size=80))
 def test_redacting_twice_changes_nothing(text: str) -> None:
     once = redact(text, ENV)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.core.addresses import (
@@ -80,7 +80,6 @@ def test_what_is_refused_says_how_to_write_it(text: str, hint: str | None) -> No
         assert hint in (caught.value.hint or "")
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_has_a_meaning_or_a_reason(text: str) -> None:
     try:

@@ -9,7 +9,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.core.errors import CapacityError, EnvError, FormatError, KvctlError, NotFoundError, UsageError
@@ -154,7 +154,7 @@ def test_bundles_that_contradict_themselves_are_refused(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 def test_damaged_headers_raise_errors_of_ours_only(data: st.DataObject) -> None:
     damaged = bytearray(written())
     size = 8 + int.from_bytes(damaged[:8], "little")

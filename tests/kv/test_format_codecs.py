@@ -7,7 +7,7 @@ import random
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.core.errors import EnvError, IncompatibleError, IntegrityError, KvctlError, UsageError
@@ -24,7 +24,6 @@ def through(codec: str, dtype: str, width: int, raw: bytes) -> bytes:
 
 
 @given(st.binary(max_size=300), st.sampled_from([1, 2, 4]), st.sampled_from(["none", "zstd"]))
-@settings(deadline=None)
 def test_lossless_codecs_give_the_bytes_back(raw: bytes, width: int, codec: str) -> None:
     assert through(codec, "BF16", width, raw) == raw
     out = memoryview(bytearray(len(raw)))
@@ -108,7 +107,6 @@ def test_a_missing_library_says_how_to_get_it(codec: str, missing: set[str], mon
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_damaged_zstd_is_an_error_of_ours(data: st.DataObject) -> None:
     raw = bytes(range(100)) * 3
     stored = bytearray(codecs.encoder("zstd", "BF16", 2)(memoryview(raw)))

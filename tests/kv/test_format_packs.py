@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.core.errors import IntegrityError, KvctlError, UsageError
@@ -20,7 +20,7 @@ from kvctl.kv.pieces import STAGED, Want, plan
 
 NS = "5a" * 32
 SECRET = b"s" * 32
-QUICK = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=40)
 
 
 class Cache:

@@ -147,7 +147,7 @@ def texts(draw: st.DrawFn, most: int) -> list[array[int]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([(16, 80_000), (64, 200_000), (1_024, 3_000_000)]))
 def test_the_longest_prefix_that_nodes_lead_to_is_found(data: st.DataObject, kind: tuple[int, int]) -> None:
     """Any sessions, any common prefixes."""

@@ -222,7 +222,6 @@ def test_random_histories(machine: type[Machine], examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=12,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,
             phases=(Phase.generate,),  # shrinking would take minutes; a soak run with shrinking finds the least case
@@ -235,7 +234,5 @@ def test_random_histories(machine: type[Machine], examples: int) -> None:
 def test_many_random_histories(machine: type[Machine]) -> None:
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=100, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )

@@ -92,7 +92,7 @@ def test_scores_are_those_of_the_format() -> None:
 
 
 @given(st.integers(0, 3 * LEAF + 5), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_run_of_leaves_verifies_and_any_flipped_byte_is_found(size: int, data: st.DataObject) -> None:
     whole = blob("leaves", size)
     table = leaf_table(whole)

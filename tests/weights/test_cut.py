@@ -77,13 +77,13 @@ TENSOR = st.tuples(
 TENSORS = st.lists(TENSOR, max_size=8, unique_by=lambda tensor: tensor[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TENSORS, st.sampled_from([33, 64, 512, 4096, 65536]))
 def test_any_model_and_stripe_rebuild_bit_for_bit(tensors: list[Spec], stripe: int) -> None:
     rebuilt(file_bytes(tensors), stripe)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TENSORS, st.sampled_from([64, 512, 4096]), st.sampled_from([256, 10_000]))
 def test_windows_cover_the_chunks_in_order(tensors: list[Spec], stripe: int, largest: int) -> None:
     header, _ = opened(file_bytes(tensors))

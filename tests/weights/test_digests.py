@@ -52,7 +52,7 @@ def test_the_model_digest_has_the_documented_tree() -> None:
 
 
 @given(st.binary(max_size=100), st.lists(st.integers(0, 100), max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_pieces_give_the_digest_of_the_whole(data: bytes, cuts: list[int]) -> None:
     hasher = TensorHasher("U8", (len(data),), len(data))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -78,7 +78,7 @@ TENSORS = st.lists(
 
 
 @given(TENSORS, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_model_digest_depends_on_the_tensors_only(tensors: list[TensorDigest], data: st.DataObject) -> None:
     digest = model_digest(tensors)
     assert model_digest(data.draw(st.permutations(tensors))) == digest
@@ -95,7 +95,7 @@ def test_the_model_digest_depends_on_the_tensors_only(tensors: list[TensorDigest
 
 
 @given(TENSORS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_digests_file_goes_to_json_and_back(tensors: list[TensorDigest]) -> None:
     file = DigestsFile(tuple(tensors))
     back = parse_digests(json.dumps(file.to_json()).encode(), "f")
@@ -115,7 +115,7 @@ def test_a_digests_file_that_was_edited_is_refused() -> None:
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"{}", b"[]", b'{"schema":"kvctl.digests/1"}']))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_bytes_raise_our_errors_only(data: bytes) -> None:
     with pytest.raises(KvctlError):
         parse_digests(data, "f")

@@ -213,7 +213,7 @@ TENSOR = st.tuples(NAMES, st.sampled_from(sorted(DTYPES)), SHAPES).map(
 TENSORS = st.lists(TENSOR, max_size=6, unique_by=lambda tensor: tensor[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TENSORS, st.dictionaries(NAMES, NAMES, max_size=3), st.integers(0, 9))
 def test_valid_headers_mean_what_the_reference_package_says(
     tensors: list[Spec], metadata: dict[str, str], padding: int
@@ -233,7 +233,7 @@ def test_valid_headers_mean_what_the_reference_package_says(
     assert header.metadata == metadata
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(TENSORS.filter(bool))
 def test_files_written_by_the_reference_package_parse(tensors: list[Spec]) -> None:
     arrays = {name: np.zeros(shape, np.int16) for name, dtype, shape in tensors}
@@ -242,7 +242,7 @@ def test_files_written_by_the_reference_package_parse(tensors: list[Spec]) -> No
     assert {tensor.name: tensor.shape for tensor in header.tensors} == {name: shape for name, _, shape in tensors}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TENSORS, st.data())
 def test_damaged_headers_raise_our_errors_only(tensors: list[Spec], data: st.DataObject) -> None:
     raw = bytearray(file_bytes(tensors, metadata={"a": "b"}))
@@ -268,7 +268,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.text(max_size=5), ENTRY | JSON, max_size=3), st.integers(0, 4))
 def test_any_json_raises_our_errors_only(document: dict[str, object], data: int) -> None:
     raw = raw_header(document) + bytes(data)

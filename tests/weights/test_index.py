@@ -90,7 +90,7 @@ def test_numbered_shards_without_an_index_must_be_one_whole_set() -> None:
         check_numbering(["m-1-of-1.safetensors", "m-1-of-2.safetensors", "m-2-of-2.safetensors"], "dir")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_any_bytes_raise_our_errors_only(data: bytes) -> None:
     with pytest.raises(KvctlError):

@@ -114,7 +114,7 @@ GOOD = manifest().to_bytes()
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_damaged_manifests_raise_our_errors_only(data: st.DataObject) -> None:
     raw = bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 3))):

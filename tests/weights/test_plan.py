@@ -233,7 +233,7 @@ TENSOR = st.tuples(
 FILES = st.lists(TENSOR, min_size=1, max_size=9, unique_by=lambda tensor: tensor[0])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     FILES,
     st.integers(1, 3),

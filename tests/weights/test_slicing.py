@@ -221,7 +221,7 @@ def test_rules_files_that_mean_nothing_are_refused(data: bytes) -> None:
         parse_rules(data, "rules")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(
         ["q_proj.weight", "o_proj.weight", "lm_head.weight", "gate_up_proj.weight", "o_proj.bias", "odd.weight"]

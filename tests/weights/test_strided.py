@@ -39,7 +39,7 @@ def pairs(parts: list[Shared]) -> list[tuple[int, int]]:
     ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(STRIDED, STRIDED)
 @example(Strided(0, 3, 4, 4), Strided(2, 2, 5, 3))
 @example(Strided(3, 4, 8, 6), Strided(0, 5, 8, 5))
@@ -51,7 +51,7 @@ def test_intersection_gives_every_common_byte_once(a: Strided, b: Strided) -> No
         assert len(intersect(a, b)) <= 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STRIDED, st.integers(0, 40), st.integers(1, 40))
 def test_a_range_meets_rows_as_rows(b: Strided, start: int, length: int) -> None:
     parts = range_in_rows(span(start, length), b)
@@ -65,7 +65,7 @@ def test_a_range_meets_rows_as_rows(b: Strided, start: int, length: int) -> None
 
 @pytest.mark.parametrize("with_numpy", [True, False])
 @given(STRIDED, STRIDED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_are_copied_with_and_without_numpy(with_numpy: bool, a: Strided, b: Strided) -> None:
     rows, width = min(a.rows, b.rows), min(a.width, b.width)
     source, target = bytes(range(200)), bytearray(200)
