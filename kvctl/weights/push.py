@@ -1,14 +1,14 @@
 """Pushing: plain weights into a repo. Read once, cut, hash, write only the chunks that are missing, commit last.
 
-A window of the source (at most a few stripes) is read while the one before it is hashed and written, so memory is
-bounded by two windows and their chunks, whatever the model measures.
+Here is the order of things: what a request asks for, a window after the other, the manifest, the report. How windows
+come into memory is in `windows`, how chunks get into the repo in `storing`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -17,20 +17,18 @@ from kvctl import __version__
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import InterruptedRunError, KvctlError
-from kvctl.memory.budget import staging_budget
 from kvctl.memory.buffers import HostBuffer
-from kvctl.repo.chunks import LEAF, ChunkRef, digest_of, leaf_table
+from kvctl.repo.chunks import LEAF, ChunkRef
 from kvctl.repo.layout import check_name
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
-from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, open_lanes, transports_of
 from kvctl.transfer.pace import NoPace, Pace
 from kvctl.transfer.report import Report, Verification
 from kvctl.transfer.summary import Stopwatch, cpu_share, fill
-from kvctl.transfer.tasks import Place, RunStats, StageClock, Task
+from kvctl.transfer.tasks import StageClock
 from kvctl.weights.committing import commit_model
-from kvctl.weights.cut import GROUP, ChunkCut, cover_fault, cut_file, gather, windows
+from kvctl.weights.cut import GROUP, ChunkCut, cover_fault, cut_file
 from kvctl.weights.digests import TensorDigest, model_digest
 from kvctl.weights.from_files import PlainModel
 from kvctl.weights.hashing import FileHasher
@@ -39,8 +37,9 @@ from kvctl.weights.planning import read_rules
 from kvctl.weights.request import LoadRequest
 from kvctl.weights.slicing import Heads
 from kvctl.weights.sources import SourceFile
+from kvctl.weights.storing import ChunkStore, Summary
+from kvctl.weights.windows import Window, Windows
 
-PIECE: Final = 16 << 20
 HASHED: Final = 16 << 20  # at a time
 PUSH_PLAN_SCHEMA: Final = "kvctl.push-plan/1"
 
@@ -148,47 +147,14 @@ class _Cutter:
 
 
 @dataclass(slots=True)
-class _Window:
-    """A part of a file's data section in memory: [start, start + length) for neighbouring cuts, or one cut alone whose
-    parts are read one after the other (`packed`).
-    """
-
-    file: SourceFile
-    cuts: list[ChunkCut]
-    start: int
-    length: int
-    packed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk's bytes in memory and what they hash to."""
-
-    buffer: HostBuffer
-    offset: int
-    size: int
-
-    @property
-    def view(self) -> memoryview:
-        return self.buffer.view[self.offset : self.offset + self.size]
-
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    digest: str
-    size: int
-    table: bytes
-
-
-@dataclass(slots=True)
 class _FileState:
     file: SourceFile
     hasher: FileHasher
-    data: list[tuple[ChunkCut, _Summary]] = field(default_factory=list)
+    data: list[tuple[ChunkCut, Summary]] = field(default_factory=list)
 
 
 class _Pushing:
-    """One push: source lanes read, repo lanes write, two windows of memory."""
+    """One push: the source's windows are hashed and stored, then its manifest is committed."""
 
     def __init__(
         self, request: PushRequest, source: PlainModel, repo: Repo, push: Push, report: Report, ctx: Context
@@ -200,41 +166,37 @@ class _Pushing:
         self.report = report
         self.ctx = ctx
         self.clock = StageClock()
-        self.cutter = _Cutter(source, request, repo.format.stripe_size)
-        self.refs: dict[str, ChunkRef] = {}
-        self.new_bytes = self.new_chunks = self.shared_bytes = self.shared_chunks = 0
-        self.stats = RunStats()
-        self.reading: LaneSet = open_lanes(source.members, max_rate=request.max_rate, trace=ctx.trace)
-        self.writing: LaneSet = open_lanes(repo.up, max_rate=request.max_rate, trace=ctx.trace)
         self.pace = request.pace or NoPace()
+        cutter = _Cutter(source, request, repo.format.stripe_size)
+        self.windows = Windows(
+            source, cutter.cuts, GROUP * repo.format.stripe_size, ctx, self.pace, self.clock,
+            budget=request.max_in_flight_bytes, max_rate=request.max_rate,
+        )  # fmt: skip
+        self.writing: LaneSet = open_lanes(repo.up, max_rate=request.max_rate, trace=ctx.trace)
         for lane in self.writing.lanes:
             lane.transport = self.pace.paced(lane.transport)
+        self.chunks = ChunkStore(
+            push, self.writing, ctx, self.pace, self.clock, replicas=repo.format.replicas,
+            budget=request.max_in_flight_bytes, max_rate=request.max_rate,
+        )  # fmt: skip
         self.workers = min(4, os.cpu_count() or 1)
         self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvctl-hash")
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="kvctl-read")
-        self.largest = GROUP * repo.format.stripe_size
-        # reading ahead takes a second window: not where memory is short
-        room = 3 * self.largest
-        self.inputs = [HostBuffer(0) for _ in range(2 if staging_budget(room) >= room else 1)]
-        self.output = HostBuffer(0)
 
     def close(self) -> None:
-        self.reader.shutdown(wait=True, cancel_futures=True)
         self.pool.shutdown(wait=True, cancel_futures=True)
-        self.reading.close()
         self.writing.close()
-        for buffer in (*self.inputs, self.output):
-            buffer.close()
+        self.windows.close()
 
     def run(self, watch: Stopwatch) -> None:
-        states = [_FileState(file, FileHasher(file.header)) for file in self.source.source.files]
+        states = {file.name: _FileState(file, FileHasher(file.header)) for file in self.source.source.files}
         total = self.source.source.data_bytes
         self.pace.begin(total * self.repo.format.replicas)
         watch.ready()
         self.ctx.progress.begin("pushing", total)
         try:
-            self._data(states)
-            manifest = self._manifest(states)
+            for window, buffer in self.windows.read():
+                self._process(states[window.file.name], window, buffer)
+            manifest = self._manifest(list(states.values()))
             version, new = commit_model(self.push, self.repo, manifest, self.request.version)
             self._done(version, new=new)
         except InterruptedRunError as stop:
@@ -243,93 +205,18 @@ class _Pushing:
         finally:
             self.ctx.progress.end()
             self.pace.close()
-        report = self.report
-        fill(report, self.stats, self.writing, self.clock.busy(), self.workers, seconds=watch.since_ready)
-        report.transport = transports_of(self.reading, self.writing)
-        report.bytes = report.needed = report.fetched = total
-        report.written = self.new_bytes
-        report.tensors = sum(len(state.file.header.tensors) for state in states)
-        report.objects = len(states)
-        report.metadata_bytes = self.source.source.metadata_bytes
-        report.verified = Verification("full", "every chunk's digest was computed from the bytes written", total)
-        report.notes.extend(f"ignored {item.name}: {item.reason}" for item in self.source.source.ignored)
-        report.extra |= {
-            "new_chunks": self.new_chunks,
-            "shared_chunks": self.shared_chunks,
-            "new_bytes": self.new_bytes,
-            "shared_bytes": self.shared_bytes,
-        }
+        self._tell(states, total, watch)
 
-    # -- windows of data -----------------------------------------------------------------------------------
-
-    def _data(self, states: Sequence[_FileState]) -> None:
-        pending: tuple[_FileState, _Window, HostBuffer, Future[None]] | None = None
-        for number, (state, window) in enumerate(self._windows(states)):
-            if pending is not None and len(self.inputs) == 1:
-                self._process(*pending)
-                pending = None
-            # the buffer of two windows ago is free: its chunks have been written
-            buffer = self._room(number % len(self.inputs), window.length)
-            future = self.reader.submit(self._read, window, buffer)
-            if pending is not None:
-                self._process(*pending)
-            pending = (state, window, buffer, future)
-        if pending is not None:
-            self._process(*pending)
-
-    def _windows(self, states: Sequence[_FileState]) -> Iterator[tuple[_FileState, _Window]]:
-        for state in states:
-            for cuts in windows(self.cutter.cuts(state.file), self.largest):
-                self.ctx.cancel.check("pushing")
-                start = min(cut.start for cut in cuts)
-                length = max(cut.end for cut in cuts) - start
-                if len(cuts) == 1 and length > max(self.largest, cuts[0].size):
-                    yield state, _Window(state.file, cuts, start, cuts[0].size, packed=True)
-                else:
-                    yield state, _Window(state.file, cuts, start, length)
-
-    def _room(self, number: int, length: int) -> HostBuffer:
-        if self.inputs[number].nbytes < length:
-            self.inputs[number].close()
-            self.inputs[number] = HostBuffer(max(length, min(self.largest, self.source.source.data_bytes)))
-        return self.inputs[number]
-
-    def _read(self, window: _Window, buffer: HostBuffer) -> None:
-        file = window.file
-        place = (Place(0, file.key, file.version),)
-        base = file.header.header_size
-        tasks: list[Task] = []
-        if window.packed:
-            at = 0
-            for part in window.cuts[0].parts:
-                for row in range(part.rows):
-                    offset = base + part.start + row * part.stride
-                    tasks += _pieces(place, file.size, offset, part.width, buffer, at)
-                    at += part.width
-        else:
-            tasks = _pieces(place, file.size, base + window.start, window.length, buffer, 0)
-        self.pace.hold(sum(task.length for task in tasks))
-        stats = self._executor(self.reading).run(tasks)
-        self.report.requests += stats.requests
-        self.report.retries += stats.retries
-
-    def _executor(self, lanes: LaneSet) -> Executor:
-        limits = self.request
-        rate = self.pace.least or limits.max_rate  # one that waits for its turn has not stalled
-        return Executor(lanes.lanes, self.ctx.quiet(), budget=limits.max_in_flight_bytes, max_rate=rate)
-
-    def _process(self, state: _FileState, window: _Window, buffer: HostBuffer, read: Future[None]) -> None:
-        with self.clock.timed("wait for source"):
-            read.result()
+    def _process(self, state: _FileState, window: Window, buffer: HostBuffer) -> None:
         hashing = self.pool.submit(self._hash_tensors, state, window, buffer)
-        chunks = self._chunks(window, buffer)
-        summaries = list(self.pool.map(self._summary, chunks))
+        chunks = self.windows.chunks(window, buffer)
+        summaries = list(self.pool.map(self.chunks.summary, chunks))
         hashing.result()
-        self._store(list(zip(summaries, chunks, strict=True)))
+        self.chunks.store(list(zip(summaries, chunks, strict=True)))
         state.data.extend(zip(window.cuts, summaries, strict=True))
         self.ctx.progress.advance(sum(cut.size for cut in window.cuts))
 
-    def _hash_tensors(self, state: _FileState, window: _Window, buffer: HostBuffer) -> None:
+    def _hash_tensors(self, state: _FileState, window: Window, buffer: HostBuffer) -> None:
         with self.clock.timed("digest"):
             if not window.packed:
                 for at in range(0, window.length, HASHED):
@@ -343,114 +230,26 @@ class _Pushing:
                     state.hasher.whole(part.start, buffer.view[at : at + part.width])
                 at += part.nbytes
 
-    def _chunks(self, window: _Window, buffer: HostBuffer) -> list[_Chunk]:
-        """Where each cut's bytes are: in the window itself when they are one range, else gathered."""
-        if window.packed:
-            return [_Chunk(buffer, 0, window.length)]
-        scattered = [cut for cut in window.cuts if len(cut.parts) > 1 or not cut.parts[0].contiguous]
-        needed = sum(cut.size for cut in scattered)
-        if self.output.nbytes < needed:
-            self.output.close()
-            self.output = HostBuffer(max(needed, min(self.largest, self.source.source.data_bytes)))
-        chunks: list[_Chunk] = []
-        at = 0
-        for cut in window.cuts:
-            if len(cut.parts) == 1 and cut.parts[0].contiguous:
-                chunks.append(_Chunk(buffer, cut.start - window.start, cut.size))
-                continue
-            chunk = _Chunk(self.output, at, cut.size)
-            with self.clock.timed("gather"):
-                gather(cut, buffer.view, chunk.view, base=window.start)
-            chunks.append(chunk)
-            at += cut.size
-        return chunks
-
-    def _summary(self, chunk: _Chunk) -> _Summary:
-        self.pace.hold(chunk.size)
-        with self.clock.timed("digest"):
-            return _Summary(digest_of(chunk.view), chunk.size, leaf_table(chunk.view))
-
-    # -- writing -------------------------------------------------------------------------------------------
-
-    def _store(self, chunks: Sequence[tuple[_Summary, _Chunk]]) -> None:
-        """Make sure that the repo has each chunk; write those that it lacks, to every replica that lacks them."""
-        unknown = {summary.digest: chunk for summary, chunk in chunks if summary.digest not in self.refs}
-        sizes = {digest: chunk.size for digest, chunk in unknown.items()}
-        found = self.push.find(sizes) if sizes else {}
-        self.refs |= found
-        self.shared_chunks += len(found)
-        reused = sum(ref.size for ref in found.values())
-        self.shared_bytes += reused
-        self.pace.skip(reused * self.repo.format.replicas)
-        fresh = self.push.new_many({digest: size for digest, size in sizes.items() if digest not in found})
-        tasks: list[Task] = []
-        placing = []
-        for digest, ref in fresh.items():
-            chunk = unknown[digest]
-            self.new_chunks += 1
-            for member in self.push.targets(ref):
-                place = (Place(member.index, ref.key),)
-                tasks.append(
-                    Task(
-                        place,
-                        0,
-                        ref.size,
-                        "write",
-                        object_size=ref.size,
-                        buffer=chunk.buffer,
-                        buffer_offset=chunk.offset,
-                    )
-                )
-                placing.append((ref, member))
-        if tasks:
-            stats = self._executor(self.writing).run(tasks)
-            self.stats.add(stats)
-            self.new_bytes += stats.bytes
-        for ref, member in placing:
-            self.push.placed(ref, member)
-        self.refs |= fresh
-        self.push.keep()
-
-    def _store_small(self, datas: Sequence[bytes]) -> list[ChunkRef | None]:
-        """The chunks of small things, in order; None for an empty one."""
-        buffer = HostBuffer(sum(map(len, datas)))
-        chunks: list[tuple[_Summary, _Chunk]] = []
-        at = 0
-        for data in datas:
-            if data:
-                buffer.view[at : at + len(data)] = data
-                chunk = _Chunk(buffer, at, len(data))
-                chunks.append((self._summary(chunk), chunk))
-            at += len(data)
-        try:
-            self._store(chunks)
-        finally:
-            buffer.close()
-        refs = iter([self.refs[summary.digest] for summary, _ in chunks])
-        return [next(refs) if data else None for data in datas]
-
-    # -- the manifest --------------------------------------------------------------------------------------
-
     def _manifest(self, states: Sequence[_FileState]) -> ModelManifest:
         source = self.source.source
         tables = [b"".join(summary.table for _, summary in state.data) for state in states]
         side = {item.name: source.read_sidecar(item) for item in source.sidecars}
         if source.index_name is not None and source.index_data is not None:
             side[source.index_name] = source.index_data
-        small = self._store_small([*(state.file.header.raw for state in states), *tables, *side.values()])
+        small = self.chunks.store_small([*(state.file.header.raw for state in states), *tables, *side.values()])
         headers, leaves = small[: len(states)], small[len(states) : 2 * len(states)]
         positions: dict[str, int] = {}
 
         def position(ref: ChunkRef) -> int:
             return positions.setdefault(ref.name, len(positions))
 
-        refs: dict[str, ChunkRef] = {ref.name: ref for ref in self.refs.values()}
+        refs: dict[str, ChunkRef] = {ref.name: ref for ref in self.chunks.refs.values()}
         digests: list[TensorDigest] = []
         files: list[ModelFile] = []
         for state, header, table in zip(states, headers, leaves, strict=True):
             assert header is not None
             digests += state.hasher.finish()
-            data = tuple(DataChunk(position(self.refs[summary.digest]), cut) for cut, summary in state.data)
+            data = tuple(DataChunk(position(self.chunks.refs[summary.digest]), cut) for cut, summary in state.data)
             files.append(
                 ModelFile(
                     state.file.name,
@@ -486,9 +285,22 @@ class _Pushing:
         if not new:
             self.report.notes.append(f"version {version} holds exactly this already")
 
-
-def _pieces(place: tuple[Place, ...], size: int, offset: int, length: int, buffer: HostBuffer, at: int) -> list[Task]:
-    return [
-        Task(place, offset + done, min(PIECE, length - done), object_size=size, buffer=buffer, buffer_offset=at + done)
-        for done in range(0, length, PIECE)
-    ]
+    def _tell(self, states: Mapping[str, _FileState], total: int, watch: Stopwatch) -> None:
+        report, chunks = self.report, self.chunks
+        report.requests += self.windows.stats.requests
+        report.retries += self.windows.stats.retries
+        fill(report, chunks.stats, self.writing, self.clock.busy(), self.workers, seconds=watch.since_ready)
+        report.transport = transports_of(self.windows.lanes, self.writing)
+        report.bytes = report.needed = report.fetched = total
+        report.written = chunks.new_bytes
+        report.tensors = sum(len(state.file.header.tensors) for state in states.values())
+        report.objects = len(states)
+        report.metadata_bytes = self.source.source.metadata_bytes
+        report.verified = Verification("full", "every chunk's digest was computed from the bytes written", total)
+        report.notes.extend(f"ignored {item.name}: {item.reason}" for item in self.source.source.ignored)
+        report.extra |= {
+            "new_chunks": chunks.new_chunks,
+            "shared_chunks": chunks.shared_chunks,
+            "new_bytes": chunks.new_bytes,
+            "shared_bytes": chunks.shared_bytes,
+        }
