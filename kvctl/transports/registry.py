@@ -25,11 +25,14 @@ _ASKED: Final = 8  # servers at once
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a store or transport: its name, what it means, its default in words."""
+    """One option of a store or transport: its name, what it means, its default in words. `unusable`: "module:func",
+    called as func(config: StoreConfig) -> str where a store may not take it: why, empty when it does.
+    """
 
     name: str
     summary: str
     default: str = ""
+    unusable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,16 @@ def unserved(spec: TransportSpec, stores: Sequence[tuple[StoreConfig, Store]]) -
         return asked(stores[0])
     with ThreadPoolExecutor(min(_ASKED, len(stores)), thread_name_prefix="kvctl-serves") as pool:
         return next((reason for reason in pool.map(asked, stores) if reason), "")
+
+
+def unusable(transport: str, option: str, config: StoreConfig) -> str:
+    """Why a store does not take an option of a transport; empty when it does. For who would set it unasked."""
+    spec = transport_specs().get(transport)
+    found = next((item for item in (spec.options if spec is not None else ()) if item.name == option), None)
+    if found is None:
+        return f"transport {transport} has no option {option!r}"
+    reason: str = load_object(found.unusable)(config) if found.unusable else ""
+    return reason
 
 
 def open_transports(

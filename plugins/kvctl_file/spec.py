@@ -15,7 +15,12 @@ TRANSPORT = TransportSpec(
     "kvctl_file.transport:open_transport",
     schemes=("file",),
     options=(
-        Option("direct", "true: O_DIRECT for reads and writes, bypassing the page cache", "false"),
+        Option(
+            "direct",
+            "true: O_DIRECT for reads and writes, bypassing the page cache",
+            "false",
+            unusable="kvctl_file.direct:unusable",
+        ),
         Option("threads", "reading threads; raise it for network file systems", "one per core, 2 to 8; direct: 4 to 8"),
     ),
 )

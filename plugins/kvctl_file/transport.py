@@ -8,7 +8,6 @@ first byte of a large file: a full disk is told at once, and the blocks are foun
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import resource
 import threading
@@ -21,6 +20,7 @@ from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Store, StoreConfi
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl.transports.views import MOST, advance, first_of
+from kvctl_file.direct import Direct
 from kvctl_file.pages import copied, in_place
 from kvctl_file.store import READ, FileStore, raise_from, version_of
 
@@ -160,7 +160,7 @@ class FileTransport(ThreadedTransport):
                     _reserve(fd, op.length)
                 done = 0
                 if whole:
-                    with _Direct(fd):
+                    with Direct(fd):
                         done = self._write_direct(op, fd, left, whole)
                 self._write_until(op, fd, left, done, op.length)
         except OSError as problem:
@@ -195,20 +195,6 @@ class FileTransport(ThreadedTransport):
         moved = os.pwritev(fd, piece, offset)
         advance(left, moved)
         return moved
-
-
-class _Direct:
-    """While it lasts, writes to the descriptor bypass the page cache. Raises OSError where they cannot."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-
-    def __enter__(self) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags | os.O_DIRECT)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags)
 
 
 def _reserve(fd: int, size: int) -> None:
