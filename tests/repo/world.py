@@ -1,4 +1,4 @@
-"""Repos for the tests: members in memory and in folders, a context that retries at once, a tiny pusher."""
+"""Repos for the tests: members in memory and in folders, a tiny pusher, a repo that is filled and what it must hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from kvctl.core.addresses import StoreConfig
+from kvctl.core.context import Context
 from kvctl.core.errors import NotFoundError
 from kvctl.repo import manifests
+from kvctl.repo.check import Share, check
 from kvctl.repo.chunks import ChunkRef, digest_of
 from kvctl.repo.layout import model_key
+from kvctl.repo.marking import list_chunks
 from kvctl.repo.pushing import Push
 from kvctl.repo.repo import Repo
 from kvctl.transports.mem import space
@@ -25,7 +28,8 @@ Stores = Callable[[int], list[StoreConfig]]
 
 
 def mem_stores(count: int) -> list[StoreConfig]:
-    return [StoreConfig(f"mem://repo-test-{next(_NAMES)}") for _ in range(count)]
+    # a repo orders its members by URL: with numbers of one width, members are in the order of these
+    return [StoreConfig(f"mem://repo-test-{next(_NAMES):06}") for _ in range(count)]
 
 
 def file_stores(count: int, folder: Path) -> list[StoreConfig]:
@@ -41,6 +45,11 @@ def skip_time(configs: Sequence[StoreConfig], seconds: float) -> None:
 def blob(seed: str, size: int = 1000) -> bytes:
     """Bytes that differ for every seed."""
     return (hashlib.sha256(seed.encode()).digest() * (size // 32 + 1))[:size]
+
+
+HOUR = 3600.0
+BLOBS = [blob(f"m{number}", 50 + number) for number in range(6)]
+OTHER = [*BLOBS[:3], *(blob(f"o{number}", 60) for number in range(2))]
 
 
 def manifest_of(refs: Sequence[ChunkRef], **extra: object) -> bytes:
@@ -80,3 +89,32 @@ def read_blobs(repo: Repo, name: str, version: str = "1") -> list[bytes]:
         assert digest_of(data) == ref.digest
         out.append(data)
     return out
+
+
+def filled(configs: list[StoreConfig], ctx: Context, *, replicas: int = 2) -> None:
+    with Repo.init(configs, ctx=ctx, replicas=replicas) as repo:
+        push_blobs(repo, "m", BLOBS)
+        push_blobs(repo, "other", OTHER)
+
+
+def assert_good(configs: list[StoreConfig], ctx: Context, *, members: int, replicas: int = 2) -> None:
+    """Everything is readable, complete, where it belongs and nowhere else."""
+    with Repo.open(configs, ctx) as repo:
+        assert read_blobs(repo, "m") == BLOBS
+        assert read_blobs(repo, "other") == OTHER
+        result = check(repo, read_data=Share())
+        assert result.problems == []
+        assert result.garbage["misplaced"] == 0
+        assert len(repo.members) == members
+        assert repo.format.settled
+        assert all(len(c.sizes) >= min(replicas, members) for c in list_chunks(repo).values())
+
+
+def assert_readable(configs: list[StoreConfig], ctx: Context) -> None:
+    with Repo.open(configs, ctx, allow_extras=True) as repo:
+        assert read_blobs(repo, "m") == BLOBS
+        assert read_blobs(repo, "other") == OTHER
+
+
+def wipe(config: StoreConfig) -> None:
+    space(config.url.removeprefix("mem://")).objects.clear()
