@@ -169,6 +169,7 @@ class FileStore:
                 if if_absent or if_version is not None:
                     self._check_condition(path, key, if_absent=if_absent, if_version=if_version)
                 os.rename(temp, path)
+                fcntl.flock(folder_fd, fcntl.LOCK_UN)  # the next one need not wait for the disk
                 os.fsync(folder_fd)
         except OSError as problem:
             _unlink(temp)

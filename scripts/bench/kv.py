@@ -73,10 +73,15 @@ PUSH_S3: Final = (
 )
 MANY_FILE: Final = (
     ("kv pull", "ours", f"{_KV}ManyPulls"),
+    ("kv pull, open repo", "ours", f"{_KV}ManyPullsOfOneRepo"),
     ("LMCache file", "peer", f"{_LM}ManyLMCache"),
     ("safetensors (allocating)", "peer", f"{_KV}ManySafetensors"),
 )
-MANY_S3: Final = (("kv pull", "ours", f"{_KV}ManyPulls"), ("s5cmd", "peer", f"{_KV}ManyS5cmd"))
+MANY_S3: Final = (
+    ("kv pull", "ours", f"{_KV}ManyPulls"),
+    ("kv pull, open repo", "ours", f"{_KV}ManyPullsOfOneRepo"),
+    ("s5cmd", "peer", f"{_KV}ManyS5cmd"),
+)
 
 
 def push_all(setup: Setup) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import xxhash
 
 from kvctl.core.context import Context
-from kvctl.kv.pull import PullSession, pull_session
+from kvctl.kv.pull import PullSession, pull_from, pull_session
 from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.seams import LayerKv, MemorySink
 from kvctl.repo.repo import Repo
@@ -112,6 +112,20 @@ class ManyPulls(Many, Pull):
 
     def one(self, number: int) -> None:
         self.pull(number)
+
+
+class ManyPullsOfOneRepo(ManyPulls):
+    """As a server does that stays: the repo is open already, and all pulls share it."""
+
+    note = "leaves verified; they share an open repo"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._repo = Repo.open(self._members, self._context)
+
+    def pull(self, number: int) -> None:
+        request = PullSession((), kv_data.address(self.setup.files[number]), self._sinks[number])
+        pull_from(self._repo, request, self._context)
 
 
 class ManySafetensors(Many):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,3 +120,28 @@ def test_two_names_of_mem_are_two_places() -> None:
 def test_wrappers_keep_the_address(tmp_path: Path) -> None:
     inner: Store = open_store(StoreConfig(f"file://{tmp_path}"))
     assert RetryStore(FaultyStore(inner, seed=1)).url == inner.url
+
+
+def test_a_put_into_a_folder_does_not_wait_for_another_to_be_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(StoreConfig(f"file://{tmp_path}"))
+    sync = os.fsync
+    syncing, go_on = threading.Event(), threading.Event()
+
+    def slow_for_one(fd: int) -> None:
+        if threading.current_thread() is first and stat.S_ISDIR(os.fstat(fd).st_mode):
+            syncing.set()
+            go_on.wait()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow_for_one)
+    first = threading.Thread(target=store.put, args=("d/one", b"1"), kwargs={"if_absent": True})
+    first.start()
+    syncing.wait()
+    store.put("d/two", b"2", if_absent=True)
+    assert first.is_alive()
+    go_on.set()
+    first.join()
+    assert {item.key for item in store.list()} == {"d/one", "d/two"}
+    store.close()
