@@ -79,16 +79,17 @@ class Executor:
                 for number, lane in enumerate(run.lanes)
             ]
             self._register(registered, states)
-            for driver in drivers:
-                driver.start()
             try:
+                for driver in drivers:
+                    driver.start()
                 self._watch()
             finally:
                 with run.cv:
                     run.over = True
                     run.cv.notify_all()
                 for driver in drivers:
-                    driver.join()
+                    if driver.ident is not None:
+                        driver.join()
                 with run.cv:
                     run.cv.wait_for(lambda: not run.handing)
         if run.hedge_arena is not None:
@@ -169,6 +170,12 @@ class Executor:
     # -- lane drivers --------------------------------------------------------------------------------------
 
     def _drive(self, lane: Lane, ending: Ending) -> None:
+        try:
+            self._drive_lane(lane, ending)
+        except BaseException as error:  # nobody else hears of it, and the caller would wait
+            self._fatal(error)
+
+    def _drive_lane(self, lane: Lane, ending: Ending) -> None:
         run, transport = self._run, lane.transport
         cancelled = False
         deadline = 0.0

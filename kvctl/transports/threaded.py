@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvctl.core.errors import EnvError, KvctlError, UsageError
+from kvctl.core.errors import CapacityError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.transports.api import Capabilities, Completion, Op, Registration, Status
 
@@ -102,17 +102,31 @@ class ThreadedTransport(ABC):
         with self._lock:
             if self._closed:
                 raise EnvError(f"transport {self.name} is closed")
+            wanted = min(self._workers, self._outstanding + len(ops))
+            while len(self._threads) < wanted and self._start():
+                pass
             self._outstanding += len(ops)
             self._queued.update(op.id for op in ops)
-            wanted = min(self._workers, self._outstanding)
-            while len(self._threads) < wanted:
-                thread = threading.Thread(
-                    target=self._work, name=f"kvctl-{self.name}-{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
         for op in ops:
             self._inbox.put(op)
+
+    def _start(self) -> bool:
+        """One more worker. False when the system gives no more: those that are there do. Raises CapacityError when none
+        is.
+        """
+        thread = threading.Thread(target=self._work, name=f"kvctl-{self.name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if self._threads:
+                return False
+            raise CapacityError(
+                f"transport {self.name} can start no thread",
+                cause=str(error),
+                hint="raise the limits of processes and memory (ulimit -u, ulimit -v, the cgroup's)",
+            ) from error
+        self._threads.append(thread)
+        return True
 
     def poll(self, timeout: float | None) -> list[Completion]:
         done: list[Completion] = []
