@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvctl.core.errors import ConflictError, IntegrityError, TransientError
+from kvctl.core.errors import ConflictError, FormatError, IntegrityError, TransientError
 from kvctl.repo.copying import CopyResult, drop_misplaced, fill_places
 from kvctl.repo.format import RepoFormat, parse_repo
 from kvctl.repo.layout import LEASES, REPO
@@ -59,7 +59,11 @@ def _write_one(member: RepoMember, fmt: RepoFormat, data: bytes) -> None:
         member.store.put(REPO, data, if_absent=True)
         return
     version = member.store.stat(REPO).version
-    seen = parse_repo(member.store.get(REPO), where)
+    try:
+        seen = parse_repo(member.store.get(REPO), where)
+    except FormatError:  # damaged: what the others agree on takes its place
+        member.store.put(REPO, data, if_version=version)
+        return
     if seen.id == fmt.id and seen.generation >= fmt.generation:
         raise ConflictError(
             f"another change of the repo's members is under way: {where} is of generation {seen.generation}",

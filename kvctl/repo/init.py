@@ -28,6 +28,8 @@ def init_stores(
         for item in found:
             if item.error is not None:
                 raise item.error
+            if item.damaged is not None:
+                raise item.damaged
         _init(
             sorted(found, key=lambda item: (item.config.url, item.config.endpoints)), stripe_size, replicas, ctx, opener
         )

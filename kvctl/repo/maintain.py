@@ -139,6 +139,8 @@ def replace_member(repo: Repo, old: str, new: StoreConfig) -> MoveResult:
     found = look(new, repo.ctx, repo.opener)
     if found.error is not None:
         raise found.error
+    if found.damaged is not None:
+        raise found.damaged
     if found.member is not None and found.member.repo == repo.id and found.member.member in repo.format.live:
         # a replacement that was interrupted after it had begun the new epoch
         left = [item for item in repo.extras if old in {item.config.url, item.member.member if item.member else ""}]
@@ -219,7 +221,8 @@ def adopt(repo: Repo, found: Found) -> RepoMember:
     """
     mine = found.member
     if mine is None:
-        check_vacant(found)
+        if found.format is None or found.format.id != repo.id:  # else only its member.json is lost
+            check_vacant(found)
         mine = MemberFile(repo.id, secrets.token_hex(16))
         try:
             found.store.put(MEMBER, mine.to_bytes(), if_absent=True)

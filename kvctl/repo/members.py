@@ -15,6 +15,7 @@ from kvctl.core.errors import (
     AuthError,
     ConfigError,
     EnvError,
+    FormatError,
     KvctlError,
     MemberDownError,
     NotFoundError,
@@ -48,13 +49,16 @@ class RepoMember(Member):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a configured store showed when it was opened."""
+    """What a configured store showed when it was opened. `damaged`: what is wrong with its `repo.json`; others may have
+    a good one.
+    """
 
     config: StoreConfig
     store: Store
     member: MemberFile | None = None
     format: RepoFormat | None = None
     error: KvctlError | None = None
+    damaged: FormatError | None = None
 
 
 class AbsentStore:
@@ -121,7 +125,8 @@ def read_optional(store: Store, key: str) -> bytes | None:
 
 
 def look(config: StoreConfig, ctx: Context, opener: Opener = open_store, settle: float = SETTLE) -> Found:
-    """What is behind one configured store. A store that does not answer is `error`, not an exception.
+    """What is behind one configured store. A store that does not answer, or whose `member.json` is damaged, is `error`,
+    not an exception.
 
     Raises ConfigError when its endpoints show different members.
     """
@@ -131,19 +136,24 @@ def look(config: StoreConfig, ctx: Context, opener: Opener = open_store, settle:
         return Found(config, AbsentStore(config.url, problem), error=problem)
     store = wrap(inner, ctx, settle=settle)
     probe = wrap(inner, ctx, attempts=_PROBE_ATTEMPTS, settle=settle)
+    damaged: FormatError | None = None
     try:
         data = read_optional(probe, MEMBER)
         member = None if data is None else parse_member(data, f"{config.url}/{MEMBER}")
         data = read_optional(probe, REPO)
-        fmt = None if data is None else parse_repo(data, f"{config.url}/{REPO}")
-    except (TransientError, AuthError, EnvError) as problem:
+        try:
+            fmt = None if data is None else parse_repo(data, f"{config.url}/{REPO}")
+        except FormatError as problem:
+            fmt, damaged = None, problem
+            ctx.progress.note(f"{problem}; `kvctl repo repair` writes it anew")
+    except (TransientError, AuthError, EnvError, FormatError) as problem:
         return Found(config, store, error=problem)
     except BaseException:
         store.close()
         raise
     if member is not None:
         check_endpoints(config, member, ctx, opener)
-    return Found(config, store, member, fmt)
+    return Found(config, store, member, fmt, damaged=damaged)
 
 
 def check_vacant(found: Found) -> None:

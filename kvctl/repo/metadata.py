@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvctl.core.errors import (
     ConflictError,
     EnvError,
+    FormatError,
     KvctlError,
     MemberDownError,
     NotFoundError,
@@ -166,7 +167,7 @@ def check_view(repo: Repo, home: RepoMember) -> None:
             seen = parse_repo(member.store.get(REPO), f"{member.name}/{REPO}")
         except (TransientError, EnvError):
             continue
-        except NotFoundError:
+        except (NotFoundError, FormatError):
             continue
         if seen.id != repo.id or seen.generation > repo.format.generation:
             repo.refresh()

@@ -9,6 +9,7 @@ from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
 from kvctl.core.errors import (
     EnvError,
+    FormatError,
     IncompatibleError,
     MemberDownError,
     NotFoundError,
@@ -187,7 +188,7 @@ class Repo:
         for member in self.up:
             try:
                 fmt = parse_repo(member.store.get(REPO), f"{member.name}/{REPO}")
-            except NotFoundError:
+            except (NotFoundError, FormatError):
                 seen.append(0)
                 continue
             except (TransientError, EnvError):
@@ -218,6 +219,9 @@ def newest(found: Sequence[Found]) -> RepoFormat:
     """The `repo.json` that counts among those that the stores show. Raises as `Repo.open` says."""
     shown = [item for item in found if item.format is not None]
     if not shown:
+        for item in found:
+            if item.damaged is not None:
+                raise item.damaged
         silent = [item for item in found if item.error is not None]
         for item in silent:
             assert item.error is not None

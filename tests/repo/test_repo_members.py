@@ -13,6 +13,7 @@ from kvctl.core.context import Context
 from kvctl.core.errors import (
     ConfigError,
     ConflictError,
+    FormatError,
     IncompatibleError,
     KvctlError,
     MemberDownError,
@@ -341,3 +342,48 @@ def test_a_repo_leaves_alone_what_lies_beside_it(stores: Stores, ctx: Context) -
         push_blobs(repo, "m", [blob("a")])
     admin.drain_member([first, second], ctx, first.url)
     assert [item.key for item in open_store(first).list()] == ["README", "weights/a.safetensors"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"[" * 100_000, b"\xff\x00"], ids=lambda text: text[:4])
+def test_a_damaged_repo_json_stops_no_reader_and_is_repaired(stores: Stores, ctx: Context, text: bytes) -> None:
+    configs = stores(3)
+    with Repo.init(configs, ctx=ctx, replicas=2) as repo:
+        push_blobs(repo, "m", [blob("a")])
+    good = open_store(configs[1]).get(REPO)
+    open_store(configs[1]).put(REPO, text)
+    with Repo.open(configs, ctx) as repo:
+        assert read_blobs(repo, "m") == [blob("a")]
+    assert {problem.kind for problem in admin.check_repo(configs, ctx).problems} == {"members"}
+    admin.repair_repo(configs, ctx)
+    assert open_store(configs[1]).get(REPO) == good
+    assert admin.check_repo(configs, ctx).ok
+    for config in configs:
+        open_store(config).put(REPO, text)
+    with pytest.raises((FormatError, IncompatibleError)):
+        Repo.open(configs, ctx)
+    with pytest.raises((FormatError, IncompatibleError)):
+        Repo.init(configs, ctx=ctx)
+    assert all(open_store(config).get(REPO) == text for config in configs)
+
+
+def test_a_member_whose_member_json_is_damaged_is_down_and_can_be_replaced(stores: Stores, ctx: Context) -> None:
+    configs = stores(4)
+    with Repo.init(configs[:3], ctx=ctx, replicas=2) as repo:
+        push_blobs(repo, "m", [blob("a")])
+    open_store(configs[0]).put(MEMBER, b"")
+    with Repo.open(configs[:3], ctx) as repo:
+        assert [member.config.url for member in repo.down] == [configs[0].url]
+        assert read_blobs(repo, "m") == [blob("a")]
+    admin.repair_repo(configs[:3], ctx, admin.RepairOptions(replace=((configs[0].url, configs[3]),)))
+    assert admin.check_repo(configs[1:], ctx).ok
+
+
+def test_a_member_that_lost_its_member_json_only_takes_its_own_place(stores: Stores, ctx: Context) -> None:
+    configs = stores(3)
+    with Repo.init(configs, ctx=ctx, replicas=2) as repo:
+        push_blobs(repo, "m", [blob("a"), blob("b")])
+    open_store(configs[0]).delete([MEMBER])
+    admin.repair_repo(configs, ctx, admin.RepairOptions(replace=((configs[0].url, configs[0]),)))
+    with Repo.open(configs, ctx) as repo:
+        assert read_blobs(repo, "m") == [blob("a"), blob("b")]
+    assert admin.check_repo(configs, ctx).ok
