@@ -91,9 +91,13 @@ def _write(folder: str, name: str, text: str) -> str:
     path = os.path.join(folder, name)
     temp = os.path.join(folder, f".{name}.{os.getpid()}")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temp, path)
+    try:
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(temp, path)
+    except BaseException:
+        os.unlink(temp)
+        raise
     return path
 
 

@@ -204,17 +204,20 @@ def _write_secret(path: str, text: str) -> None:
     import os
 
     from kvctl.core.errors import UsageError
+    from kvctl.memory.files import cannot_write
 
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint="a key is never overwritten: remove it first") from None
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         with os.fdopen(fd, "w", encoding="ascii") as out:
             out.write(f"{text}\n")
-    except OSError:
+    except OSError as error:
         os.unlink(path)  # half a key would stand in the way of a whole one
-        raise
+        raise cannot_write(path, error) from error
 
 
 def _say(app: App, schema: str, file: str, document: dict[str, str]) -> None:

@@ -1,18 +1,20 @@
-"""`kvctl transports new`: a working plug-in package out of the templates beside this file. Imports `core` only.
+"""`kvctl transports new`: a working plug-in package out of the templates beside this file. Imports `core` and `memory`.
 
 A template is the file it becomes with `@@name@@` for a value; `.in` keeps tools from taking it for code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvctl import __version__
-from kvctl.core.errors import AuthError, EnvError, UsageError
+from kvctl.core.errors import UsageError
+from kvctl.memory.files import cannot_write
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _SLOT: Final = re.compile(r"@@(\w+)@@")
@@ -20,7 +22,8 @@ _SLOT: Final = re.compile(r"@@(\w+)@@")
 
 def write_plugin(name: str, folder: str, *, scheme: str | None = None) -> list[str]:
     """Write the package for the store and transport `name`, or for a transport of an existing `scheme`, into `folder`,
-    which must be new or empty; the paths that were written. Raises UsageError, AuthError or EnvError.
+    which must be new or empty; the paths that were written. Raises UsageError, and what `cannot_write` says: nothing is
+    left then.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
@@ -39,6 +42,7 @@ def write_plugin(name: str, folder: str, *, scheme: str | None = None) -> list[s
     }
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise UsageError(f"{folder} is there already", hint="name a new or empty folder with --into")
+    new, path = not os.path.exists(folder), ""
     written: list[str] = []
     try:
         for relative, text in _templates("store" if scheme is None else "transport", package):
@@ -47,11 +51,21 @@ def write_plugin(name: str, folder: str, *, scheme: str | None = None) -> list[s
             with open(path, "x", encoding="utf-8") as file:
                 file.write(filled(text, values))
             written.append(path)
-    except PermissionError as error:
-        raise AuthError(f"cannot write {folder}", cause=error.strerror) from error
     except OSError as error:
-        raise EnvError(f"cannot write {folder}", cause=error.strerror) from error
+        _take_back(folder, [*written, path], new=new)
+        raise cannot_write(folder, error) from error
     return written
+
+
+def _take_back(folder: str, paths: Sequence[str], *, new: bool) -> None:
+    """Half a package would stand in the way of a whole one."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    for place, _, _ in os.walk(folder, topdown=False):
+        if new or place != folder:
+            with contextlib.suppress(OSError):
+                os.rmdir(place)
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
