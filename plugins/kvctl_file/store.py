@@ -155,7 +155,7 @@ class FileStore:
         path = self.path(key)
         folder, temp = os.path.dirname(path), _temp_of(path)
         try:
-            os.makedirs(folder, exist_ok=True)
+            _make_folder(folder)
             fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as problem:
             raise_from(problem, path)
@@ -185,7 +185,7 @@ class FileStore:
         origin, path = self.path(source), self.path(key)
         folder, temp = os.path.dirname(path), _temp_of(path)
         try:
-            os.makedirs(folder, exist_ok=True)
+            _make_folder(folder)
             fd = os.open(origin, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as problem:
             raise_from(problem, origin)
@@ -254,6 +254,16 @@ class FileStore:
 
     def close(self) -> None:
         return
+
+
+def _make_folder(path: str) -> None:
+    """Raises UsageError when a file is in the way."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as problem:
+        raise UsageError(
+            f"{path} cannot be a folder: a file is in its way", hint="choose another place, or move the file"
+        ) from problem
 
 
 def _temp_of(path: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.addresses import StoreConfig
-from kvctl.core.errors import NotFoundError
+from kvctl.core.errors import NotFoundError, UsageError
 from kvctl.testing.models import file_bytes
 from kvctl.transports.registry import open_store
 from tests.cli.inside import program_inside
@@ -68,3 +68,16 @@ def test_a_folder_called_like_a_file_and_a_pipe_called_so_are_no_weights(tmp_pat
     (tmp_path / "m" / "real.safetensors").write_bytes(file_bytes([("a", "U8", (4,))]))
     done = kvctl("load-weights", "./m", "-o", "json")
     assert (done.code, done.document["tensors"]) == (0, 1)
+
+
+def test_a_file_where_a_folder_should_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    kvctl = program_inside(tmp_path)
+    for place in ("./file", "./file/deeper"):
+        done = kvctl("repo", "init", "-r", place, "-o", "json")
+        assert (done.code, "a file is in its way" in done.error["what"]) == (2, True)
+    store = open_store(StoreConfig(f"file://{tmp_path}"))
+    store.put("a", b"a")
+    with pytest.raises(UsageError, match="a file is in its way"):
+        store.put("a/b", b"b")
+    assert (tmp_path / "file").read_bytes() == b"mine"
