@@ -152,10 +152,13 @@ class Output:
         """A line typed by the person, stripped; empty when there is no terminal to ask at."""
         if not stdin_is_terminal():
             return ""
-        with self._lock:
-            sys.stderr.write(redact(f"{question} "))
-            sys.stderr.flush()
-        return sys.stdin.readline().strip()
+        from kvctl.cli.signals import leaving_at_once
+
+        with leaving_at_once():
+            with self._lock:
+                sys.stderr.write(redact(visible(f"{question} ")))
+                sys.stderr.flush()
+            return sys.stdin.readline().strip()
 
     def flush(self) -> None:
         self._write(sys.stdout, "")

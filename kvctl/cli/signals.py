@@ -4,16 +4,18 @@ prints where it is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Final
 
 from kvctl.cli.output import Output
 from kvctl.cli.progress import Quiet
 from kvctl.core.cancel import CancelToken
+from kvctl.core.errors import InterruptedRunError
 
 # After the second signal: time for buffers and threads to notice before the process is ended for them.
 ABORT_SECONDS: Final = 1.0
@@ -48,6 +50,24 @@ def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, show)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While a person is asked, nothing drains: a signal ends the run with InterruptedRunError."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise InterruptedRunError("nothing was done", signum=signum)
+
+    before = {signum: signal.signal(signum, leave) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _end_after(seconds: float, code: int) -> None:
