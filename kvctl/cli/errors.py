@@ -62,6 +62,15 @@ def as_kvctl_error(error: BaseException) -> KvctlError | None:
     return None
 
 
+def _gone(error: OSError) -> EnvError:
+    """What "no such file" means where none is named."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return EnvError("the current directory is gone", hint="go to one that exists")
+    return EnvError("the operating system lacks something", cause=error.strerror)
+
+
 def _from_os(error: OSError) -> KvctlError | None:
     name = error.filename if isinstance(error.filename, str) else None
     what = f"cannot use {name}" if name else "the operating system refused"
@@ -75,5 +84,5 @@ def _from_os(error: OSError) -> KvctlError | None:
     if error.errno == errno.ENOENT:
         if name:
             return NotFoundError(f"{name} does not exist")
-        return EnvError("the current directory is gone", cause=cause, hint="go to one that exists")
+        return _gone(error)
     return None

@@ -22,10 +22,17 @@ import os
 import stat
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Final, Self
 
-from kvctl.core.errors import EnvError, FormatError, NotFoundError, SizeMismatchError, UsageError
+from kvctl.core.errors import (
+    EnvError,
+    FormatError,
+    NotFoundError,
+    SizeMismatchError,
+    UsageError,
+    VersionChangedError,
+)
 from kvctl.kv.documents import Fields, canonical, loads
 from kvctl.kv.identity import Descriptor
 from kvctl.kv.seams import LayerKv, MemorySource, Slot, slot_of
@@ -55,6 +62,14 @@ class Bundle:
     producer: Mapping[str, str] = field(default_factory=dict)
     extras: tuple[Extra, ...] = ()
     _map: mmap.mmap | None = None
+    _file: tuple[int, str] | None = None  # a descriptor of the mapped file, and its version
+
+    def check(self) -> None:
+        """Raises VersionChangedError when somebody has written to the mapped file since."""
+        if self._file is not None and _version(self._file[0]) != self._file[1]:
+            raise VersionChangedError(
+                f"{self.where} changed while it was read", hint="push it again when nobody writes it"
+            )
 
     def source(self, tokens: Tokens | None = None) -> MemorySource:
         """What `push` stores. `tokens`: the transcript, needed when the bundle has no token ids. Raises UsageError."""
@@ -68,9 +83,14 @@ class Bundle:
                 f"the transcript is not the one of {self.where}",
                 cause=f"it has {len(ids)} tokens, the bundle {self.tokens}",
             )
-        return MemorySource(self.descriptor, ids, self.layers, producer=self.producer, extras=self.extras)
+        return MemorySource(
+            self.descriptor, ids, self.layers, producer=self.producer, extras=self.extras, check=self.check
+        )
 
     def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file[0])
+            self._file = None
         for kv in self.layers.values():
             kv.k.release()
             kv.v.release()
@@ -104,21 +124,29 @@ def _read_file(path: str, where: str) -> Bundle:
                 raise EnvError(f"{path} is no file", hint="'-' reads a bundle from stdin")
             size = status.st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
+            kept = os.dup(file.fileno()), _version(file.fileno())
     except FileNotFoundError:
         raise NotFoundError(f"there is no {path}", hint="check the path") from None
     except OSError as error:
         raise EnvError(f"{path} cannot be read", cause=error.strerror) from error
     if mapped is None:
+        os.close(kept[0])
         raise SizeMismatchError(f"{where} is no bundle", cause="it is empty")
     view = memoryview(mapped)
     try:
         header = _header_size(bytes(view[:_PREFIX]), len(view), where)
-        return _bundle(bytes(view[_PREFIX:header]), view[header:], where, mapped)
+        return replace(_bundle(bytes(view[_PREFIX:header]), view[header:], where, mapped), _file=kept)
     except BaseException:
+        os.close(kept[0])
         view.release()
         with contextlib.suppress(BufferError):
             mapped.close()
         raise
+
+
+def _version(fd: int) -> str:
+    status = os.fstat(fd)
+    return f"{status.st_mtime_ns}-{status.st_size}"
 
 
 def _read_stream(stream: BinaryIO, where: str) -> Bundle:

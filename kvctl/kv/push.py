@@ -182,6 +182,7 @@ class _Pushing:
         finally:
             self.ctx.progress.end()
         rows = sorted([use for plan in plans for use in plan.shared] + fresh)
+        getattr(self.request.source, "check", lambda: None)()
         write_descriptor(self.repo, descriptor)
         nodes = make_nodes(self.secret, self.blocks, self.flat, rows, descriptor)
         new_nodes = [node for node in nodes if node.tokens not in {known.tokens for known in stored.nodes}]

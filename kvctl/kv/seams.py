@@ -8,7 +8,7 @@ blob.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,7 +30,9 @@ class LayerKv:
 
 
 class KvSource(Protocol):
-    """What `push` stores. The views stay as they are until the push ends."""
+    """What `push` stores. The views stay as they are until the push ends; a source that cannot promise it has a method
+    `check`, called before anything refers to what was read, which raises VersionChangedError when they did not.
+    """
 
     @property
     def descriptor(self) -> Descriptor: ...
@@ -166,7 +168,9 @@ class MemorySource:
         *,
         producer: Mapping[str, str] | None = None,
         extras: Sequence[Extra] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check = check
         self.descriptor = descriptor
         self.tokens = tokens
         self.producer = dict(producer or {})

@@ -228,3 +228,9 @@ def test_a_variable_that_is_no_count_is_refused(text: str) -> None:
 def test_a_url_without_an_end_names_the_file(tmp_path: Path) -> None:
     error = failure(tmp_path, '[[repos.lab.stores]]\nurl = "s3://[::1/x"\n')
     assert "conf.toml" in error.what
+
+
+def test_a_user_without_a_home_has_no_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the host does not know
+    monkeypatch.delenv("HOME", raising=False)
+    assert load_config(explicit=None, environ={}, cwd=str(tmp_path)).files == ()

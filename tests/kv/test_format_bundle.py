@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 from array import array
 from pathlib import Path
@@ -12,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl.core.errors import CapacityError, EnvError, FormatError, KvctlError, NotFoundError, UsageError
+from kvctl.core.errors import (
+    CapacityError,
+    EnvError,
+    FormatError,
+    KvctlError,
+    NotFoundError,
+    UsageError,
+    VersionChangedError,
+)
 from kvctl.kv import bundle
 from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.seams import LayerKv, slot_of
@@ -166,3 +175,23 @@ def test_damaged_headers_raise_errors_of_ours_only(data: st.DataObject) -> None:
         return
     assert found.tokens == 30
     found.close()
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(written())
+    with bundle.read_bundle(path) as found:
+        source = found.source()
+        source.check()
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"x")
+        os.utime(path, ns=(1, 1))  # whatever the clock's resolution
+        with pytest.raises(VersionChangedError, match="changed while it was read"):
+            source.check()
+    path.unlink()
+    path.write_bytes(written())
+    with bundle.read_bundle(path) as found:
+        path.unlink()
+        path.write_bytes(written())  # another file of the same name is another's
+        found.source().check()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
+from kvctl.core.errors import VersionChangedError
 from kvctl.kv.pull import PullSession, pull_session
+from kvctl.kv.push import PushSession, push_session
 from kvctl.kv.seams import MemorySink
-from tests.kv.world import check_sink, descriptor, push, some_tokens
+from kvctl.repo.repo import Repo
+from tests.kv.world import check_sink, descriptor, push, some_tokens, source
 
 
 def test_a_session_comes_back(repo: tuple[StoreConfig, ...], ctx: Context) -> None:
@@ -32,3 +37,18 @@ def test_tokens_of_the_caller_decide(repo: tuple[StoreConfig, ...], ctx: Context
     assert report.extra["usable_tokens"] == 96
     check_sink(sink, descriptor(), tokens, 96)
     sink.close()
+
+
+def test_a_source_that_changed_meanwhile_is_not_stored(repo: tuple[StoreConfig, ...], ctx: Context) -> None:
+    tokens = some_tokens(200)
+    changed = source(descriptor(), tokens)
+
+    def check() -> None:
+        raise VersionChangedError("it changed")
+
+    changed.check = check
+    with pytest.raises(VersionChangedError):
+        push_session(PushSession(repo, "alice/chat1", changed), ctx)
+    with Repo.open(repo, ctx) as opened:
+        assert [item.key for prefix in ("sessions/", "index/") for item in opened.list_meta(prefix)] == []
+    assert push(repo, "alice/chat1", tokens, ctx).extra["generation"] == 1
