@@ -238,7 +238,7 @@ def _read(path: str, source: Source) -> _Layer:
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}", cause=error.strerror or str(error)) from error
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")  # some editors begin a file with a mark
         document = tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1

@@ -234,3 +234,7 @@ def test_a_user_without_a_home_has_no_user_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the host does not know
     monkeypatch.delenv("HOME", raising=False)
     assert load_config(explicit=None, environ={}, cwd=str(tmp_path)).files == ()
+
+
+def test_a_mark_at_the_begin_of_a_file_is_no_statement(tmp_path: Path) -> None:
+    assert read(tmp_path, "\ufeffretries = 3\n").values["retries"].value == 3
