@@ -12,6 +12,7 @@ from kvctl.core.units import format_seconds, format_size
 
 _HIDDEN: Final = {"schema"}
 _SIZES: Final = ("bytes", "size", "fetched", "needed", "written", "logical", "unique", "physical", "garbage")
+_COUNTED: Final = ("blocks_", "packs_", "nodes_", "tp_size")
 _WIDEST_CELL: Final = 60
 
 
@@ -22,15 +23,15 @@ def render(document: Mapping[str, object], title: str = "") -> str:
     return "\n".join(lines) or "nothing"
 
 
-def _block(document: Mapping[str, object], indent: str) -> list[str]:
+def _block(document: Mapping[str, object], indent: str, inside: str = "") -> list[str]:
     shown = {key: value for key, value in document.items() if key not in _HIDDEN}
-    scalars = [(label(key), cell(key, value)) for key, value in shown.items() if _simple(value)]
+    scalars = [(label(key), cell(f"{inside}{key}", value)) for key, value in shown.items() if _simple(value)]
     lines = fields(scalars, indent)
     for key, value in shown.items():
         if _simple(value):
             continue
         if isinstance(value, Mapping):
-            inner = _mapping(value, indent + "  ")
+            inner = _mapping(value, indent + "  ", "tp_" if key == "tp" else "")  # its size counts ranks
         else:
             assert isinstance(value, Sequence)
             inner = [f"{indent}  {line}" for line in rows(value)]
@@ -39,12 +40,12 @@ def _block(document: Mapping[str, object], indent: str) -> list[str]:
     return lines
 
 
-def _mapping(value: Mapping[str, object], indent: str) -> list[str]:
+def _mapping(value: Mapping[str, object], indent: str, inside: str = "") -> list[str]:
     """Names with objects behind them are a table too, if the objects are flat."""
     maps = [item for item in value.values() if isinstance(item, Mapping)]
     if maps and len(maps) == len(value) and all(_short(part) for item in maps for part in item.values()):
         return [indent + line for line in rows([{"": name, **item} for name, item in zip(value, maps, strict=True)])]
-    return _block(value, indent)
+    return _block(value, indent, inside)
 
 
 def rows(items: Sequence[object]) -> list[str]:
@@ -78,7 +79,7 @@ def cell(key: str, value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, (int, float)) and key.endswith(("_s", "seconds")):
         return format_seconds(value)
-    if isinstance(value, int) and (key.endswith(_SIZES) or key.startswith("bytes_")):
+    if isinstance(value, int) and (key.endswith(_SIZES) or key.startswith("bytes_")) and not key.startswith(_COUNTED):
         return format_size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
