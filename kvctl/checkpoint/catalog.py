@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -62,6 +63,17 @@ class Catalog:
         if not names.is_id(text):
             raise FormatError(f"{self._store.url}/{names.LATEST} names no checkpoint", cause=text[:60])
         return text
+
+    def check_ours(self) -> None:
+        """Before anything is written: somebody else's LATEST is not ours to replace. Raises UsageError."""
+        with contextlib.suppress(NotFoundError):
+            text = self._store.get(names.LATEST).decode("utf-8", "replace").strip()
+            if text and not names.is_id(text):
+                raise UsageError(
+                    f"{self._store.url}/{names.LATEST} is there, and names no checkpoint",
+                    cause=text[:60],
+                    hint="choose another URL/NAME, or remove it",
+                )
 
     def manifest(self, ident: str) -> Manifest:
         """Raises NotFoundError, FormatError."""

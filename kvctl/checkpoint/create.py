@@ -90,6 +90,7 @@ def _create(source: ShardSource, request: CreateRequest, ctx: Context, latencies
     try:
         store = LockingStore(member.store)
         report = Report("checkpoint create", source=source.name, target=request.to.url)
+        Catalog(store).check_ours()
         with Lock.take(store) as lock:
             writing = _Writing(source, request, member, store, lock, report, ctx, latencies)
             try:

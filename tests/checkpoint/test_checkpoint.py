@@ -393,3 +393,14 @@ def test_a_place_with_a_question_mark_in_its_name(loaded: AgentProcess, tmp_path
     to = parse_store(str(tmp_path / "what?now=1" / "llama"))
     checkpoint(loaded, to)
     assert catalog.verify(to, None, Context()).verified.state == "full"
+
+
+def test_a_latest_that_is_somebody_elses_is_not_replaced(loaded: AgentProcess, to: StoreConfig) -> None:
+    root = Path(to.url.removeprefix("file://"))
+    root.mkdir(parents=True)
+    (root / names.LATEST).write_text("step_1000")
+    with pytest.raises(UsageError, match="names no checkpoint"):
+        checkpoint(loaded, to)
+    assert [(item.name, item.read_text()) for item in root.iterdir()] == [(names.LATEST, "step_1000")]
+    (root / names.LATEST).write_text("")
+    checkpoint(loaded, to)
