@@ -174,6 +174,8 @@ class _Opener:
         self.per_read = 1 if read_many else 2  # the default looks at the version again after each read
         self.read_many = read_many or self._read_many
         self.ignored: list[Ignored] = []
+        self.deeper = 0  # objects in folders of the folder
+        self.below = ""  # the first of those that holds safetensors
 
     def open(self) -> WeightSource:
         if self.prefix.endswith(SHARD_SUFFIX):
@@ -231,6 +233,10 @@ class _Opener:
                 self.ignored.append(Ignored(name, "a name that no folder can hold"))
             elif name and "/" not in name:
                 found[name] = info
+            elif name:
+                self.deeper += 1
+                if not self.below and name.endswith(SHARD_SUFFIX):
+                    self.below = name.rpartition("/")[0]
         return found
 
     def _find_index(self, listed: Mapping[str, ObjectInfo]) -> ObjectInfo | None:
@@ -291,10 +297,15 @@ class _Opener:
             )
         if not listed and folder:
             self._refuse_plain_key(folder.rstrip("/"))
+        cause = f"{len(listed)} files are there" if listed else "it is empty or does not exist"
+        if self.deeper:
+            cause = f"{len(listed)} files are there, and {self.deeper} in its folders"
         raise NotFoundError(
             f"{self._place()} holds no safetensors file",
-            cause=f"{len(listed)} files are there" if listed else "it is empty or does not exist",
-            hint="give the folder that holds model.safetensors or its index",
+            cause=cause,
+            hint=f"did you mean {self._place()}/{self.below}?"
+            if self.below
+            else "give the folder that holds model.safetensors or its index",
         )
 
     def _refuse_plain_key(self, key: str) -> None:

@@ -261,3 +261,12 @@ def test_what_is_no_model_is_told_apart(
 ) -> None:
     with pytest.raises(kind, match=words):
         open_source(stored(files), prefix, CTX)
+
+
+def test_a_folder_of_models_says_which_one_may_be_meant() -> None:
+    files = folder_files([("a", "U8", (4,))])
+    store = stored({f"b/deep/{name}": data for name, data in files.items()} | {"a/readme": b"", "x": b""})
+    with pytest.raises(NotFoundError, match="holds no safetensors file") as caught:
+        open_source(store, "", CTX)
+    assert "in its folders" in (caught.value.cause or "")
+    assert (caught.value.hint or "").endswith("/b/deep?")
