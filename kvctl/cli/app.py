@@ -148,7 +148,7 @@ class App:
 
         progress = make_progress(str(self.setting("progress").value), self.output)
         cancel = CancelToken()
-        install(cancel, self.output, progress)
+        install(cancel, self.output, progress, self.argv)
         retry = RetryPolicy(
             attempts=cast("int", self.setting("retries").value),
             stall_timeout=cast("float", self.setting("stall_timeout").value),

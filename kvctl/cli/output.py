@@ -49,6 +49,7 @@ class Output:
         self.color = color
         self.quiet = quiet
         self.verbose = verbose
+        self.told = False  # an error was: there is one for each run
         self._lock = threading.RLock()
 
     @property
@@ -122,6 +123,7 @@ class Output:
 
     def error(self, error: KvctlError, exit_code: int) -> None:
         """The one shape of errors: three lines for people, one JSON line otherwise; always on stderr."""
+        self.told = True
         if not self.human:
             self.event(
                 {

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Final
 
@@ -21,9 +21,10 @@ from kvctl.core.errors import InterruptedRunError
 ABORT_SECONDS: Final = 1.0
 # After the first: what the drain may take on top of its own limit before it counts as hanging.
 GRACE_SECONDS: Final = 5.0
+TELL_SECONDS: Final = 0.5
 
 
-def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
+def install(cancel: CancelToken, output: Output, progress: Quiet, argv: Sequence[str] = ()) -> None:
     """Take over the signals for the rest of the process. Call from the main thread."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -31,14 +32,24 @@ def install(cancel: CancelToken, output: Output, progress: Quiet) -> None:
         cancel.request(signum)
         code = 128 + signum
         if first:
-            _end_after(cancel.drain_seconds + GRACE_SECONDS, code)
+            _end_after(
+                cancel.drain_seconds + GRACE_SECONDS, lambda: end("what was in flight did not drain in time", code)
+            )
             say(
                 f"stopping: in-flight work drains (up to {cancel.drain_seconds:.0f} s), what is done stays; "
                 "the same signal again aborts at once"
             )
         else:
-            _end_after(ABORT_SECONDS, code)
+            _end_after(ABORT_SECONDS, lambda: end("aborted", code))
             say("aborting")
+
+    def end(what: str, code: int) -> None:
+        error = InterruptedRunError(what, signum=code - 128, hint=f"to go on: {resume_command(argv)}")
+        if not output.told:
+            telling = threading.Thread(target=output.error, args=(error, code), daemon=True)
+            telling.start()
+            telling.join(TELL_SECONDS)  # whoever does not read must not keep the process
+        os._exit(code)
 
     def show(signum: int, frame: FrameType | None) -> None:
         say(progress.status())
@@ -70,8 +81,8 @@ def leaving_at_once() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _end_after(seconds: float, code: int) -> None:
-    timer = threading.Timer(seconds, os._exit, (code,))
+def _end_after(seconds: float, end: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
 

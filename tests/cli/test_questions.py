@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from kvctl.testing.models import LlamaShape, write_llama
 from tests.cli.inside import program_inside
-from tests.cli.program import PROGRAM, Kvctl
+from tests.cli.program import PROGRAM, Done, Kvctl
 
 
 @pytest.fixture
@@ -72,3 +73,25 @@ def test_an_answer_counts(asked: Asked, kvctl: Kvctl, answer: bytes, code: int, 
     os.write(asked.terminal, answer)
     assert asked.end() == code
     assert kvctl("models", "inspect", "m", "-r", "./a").code == left
+
+
+def test_a_run_that_is_aborted_says_so_in_its_form(tmp_path: Path, surroundings: dict[str, str]) -> None:
+    """The server takes the request and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        process = subprocess.Popen(
+            [PROGRAM, "load-weights", "s3://b/m", "--endpoint-url", url, "--no-sign-request", "-o", "json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=surroundings,
+        )  # fmt: skip
+        assert process.stderr is not None
+        with server.accept()[0] as peer:
+            assert peer.recv(1)
+            process.send_signal(signal.SIGTERM)
+            assert "stopping" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=60)
+    lines = [line for line in err.splitlines() if line.startswith("{")]  # 'aborting' may come before or after
+    assert len(lines) == 1, err
+    done = Done(process.returncode, out, lines[0])
+    assert (done.code, done.out, done.error["code"]) == (143, "", "interrupted")
+    assert "kvctl load-weights s3://b/m" in done.error["hint"]
