@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from kvctl.agent.kv_counts import TierCounts
 from kvctl.agent.kv_folders import PAGE, local_folder, memory_folder, memory_roots
-from kvctl.agent.kv_tier import Tier, TierCounts, room_for
+from kvctl.agent.kv_tier import Tier, room_for
 from kvctl.agent.settings import KvSettings
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context, RetryPolicy

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from kvctl.agent.kv_counts import TierCounts
 from kvctl.agent.kv_folders import PAGE, Folder
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
@@ -26,29 +27,6 @@ ROUNDS: Final = 4
 _FIXED: Final = 32 * PAGE  # a push's leases, manifest, namespace and state, while it runs
 _NODE_TOKENS: Final = 512  # the index has a node for twice as many
 _CHUNKS: Final = 4 << 20  # packs are larger; each may waste a page, and has a header
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Since the agent started. `requests`: lookups that asked this tier, `hits`: those that it answered best; `tokens`
-    and `bytes` loaded from it, verified. `promoted`: prefixes copied up into it, with their bytes; `written`: sessions
-    that engines pushed into it; `copied`: those that the agent wrote down into it; `refused`: for want of room.
-    """
-
-    requests: int = 0
-    hits: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    promoted: int = 0
-    promoted_bytes: int = 0
-    written: int = 0
-    copied: int = 0
-    evicted: int = 0
-    refused: int = 0
-
-    def to_json(self) -> dict[str, Any]:  # Any: JSON
-        rate = round(self.hits / self.requests, 4) if self.requests else None
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "hit_rate": rate}
 
 
 def room_for(nbytes: int, tokens: int) -> int:

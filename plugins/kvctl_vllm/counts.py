@@ -6,21 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvctl.agent.kv_counts import TierUse
 from kvctl_vllm.tiers import Looked
-
-
-@dataclass(slots=True)
-class TierUse:
-    """`requests`: lookups that asked it, `hits`: those that it answered best; tokens and bytes loaded from it."""
-
-    requests: int = 0
-    hits: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-    def to_json(self) -> dict[str, Any]:  # Any: JSON
-        rate = round(self.hits / self.requests, 4) if self.requests else None
-        return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "hit_rate": rate}
 
 
 @dataclass(slots=True)
