@@ -21,7 +21,7 @@ STAGING: Final = 256 << 20
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Tokens [start, end) of `want`, found as `found` in `tier`. `whole`: all of them or none (windows would begin
-    elsewhere). `early`: each layer is handed over as it comes, so a second tier cannot take over.
+    elsewhere). `early`: each layer is handed over as it comes; once one was, no other tier can take over.
     """
 
     want: Want
@@ -47,10 +47,13 @@ def fill(
     sink: Callable[[], KvSink],
     ctx: Context,
     *,
+    handed: Callable[[], bool] = lambda: True,
     rank: tuple[int, int] = (0, 1),
     batch: int = STAGING,
 ) -> Filled:
-    """`sink` makes one for each tier that is tried. Raises nothing but failures of the sink."""
+    """`sink` makes one for each tier that is tried. `handed`: whether a layer was handed over by now. Raises nothing
+    but failures of the sink.
+    """
     done = Filled(wanted.start)
     want = replace(wanted.want, tokens=wanted.want.tokens[: wanted.end])
     for tier in tiers.since(wanted.tier):
@@ -71,7 +74,7 @@ def fill(
             counted = usable - done.usable if rank[0] == 0 else 0
             tiers.loaded(tier.name, found, counted, report.fetched, brought)
             done.usable = usable
-        if done.usable >= wanted.end or wanted.early:
+        if done.usable >= wanted.end or (wanted.early and handed()):
             break
     return done
 

@@ -132,8 +132,8 @@ class Tiers:
             found = tier.depot.use(doing, lambda repo: find_prefix(repo, want, ctx, session=session, above=above))
             if found is not None and (best.prefix is None or found.tokens > best.prefix.tokens):
                 best = Found(found, tier.name)
-            if best.prefix is not None and best.prefix.tokens >= len(want.tokens):
-                break  # none can have more
+            if best.prefix is not None and len(want.tokens) - best.prefix.tokens < want.descriptor.block_tokens:
+                break  # none can have a block more
         hit = best.tier if best.prefix is not None and best.prefix.tokens - above >= least else None
         self.looked.append(Looked(tuple(asked), hit))
         self._call("kv_looked", asked=asked if self._socket else [], hit=hit)

@@ -178,6 +178,7 @@ class WorkerSide:
         try:
             done = fill(
                 self._tiers, wanted, lambda: _EngineSink(self, going), self._tiers.shared.depot.ctx,
+                handed=lambda: any(layer.is_set() for layer in going.layers.values()),
                 rank=self._rank, batch=self._settings.staging // LOADERS,
             )  # fmt: skip
             self._count(load, done)
