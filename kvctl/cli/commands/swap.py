@@ -12,10 +12,12 @@ from kvctl.cli.commands.report import show_report
 from kvctl.cli.documents import render
 from kvctl.cli.lazy import KvCommand
 from kvctl.cli.options import Age, argument, dry_run_option, option, s3_options
-from kvctl.core.errors import SwapFailedError, UsageError
+from kvctl.cli.smoke import run_smoke, smoke_words
+from kvctl.core.errors import NotFoundError, SwapFailedError, UsageError
 
 if TYPE_CHECKING:
     from kvctl.agent.driving import EngineDriver
+    from kvctl.core.cancel import CancelToken
     from kvctl.core.context import Context
     from kvctl.engines.api import EngineAdapter, SwapRequest, SwapResult
 
@@ -27,6 +29,7 @@ Examples:
   kvctl swap slot:llama lab:llama70b@7 --engine http://127.0.0.1:8000 --keep-previous
 """
 _ENGINE = "Engines"
+_MARGIN = 30.0  # seconds that an engine holds a swap longer than the smoke test may take
 
 
 @click.command("swap", cls=KvCommand, epilog=EXAMPLES)
@@ -43,11 +46,12 @@ _ENGINE = "Engines"
 @option("--drain-timeout", type=Age(), default=60.0, show_default="60s", metavar="TIME", envvar=None, section=_ENGINE,
         help="How long to wait for them; then the old weights serve on (11).")  # fmt: skip
 @option("--smoke", metavar="CMD", envvar=None, section=_ENGINE,
-        help="Run this before requests come in again; when it fails, the old weights serve (11).")  # fmt: skip
+        help="Run this before requests come in again; when it fails or hangs, the old weights serve (11).")  # fmt: skip
 @option("--smoke-timeout", type=Age(), default=120.0, show_default="2m", metavar="TIME", envvar=None, section=_ENGINE,
-        help="For the smoke test; longer is a failure.")  # fmt: skip
+        help="For the smoke test; longer is a failure, and ends it.")  # fmt: skip
 @option("--fail-at", metavar="STEP", default="", envvar=None, section=_ENGINE,
-        help="Rehearse: fail at check, stage, pause, save, apply, apply-late, verify, reset or resume.")  # fmt: skip
+        help="Rehearse: fail at check, stage, pause, save, apply, apply-late, verify, reset, resume, "
+             "or back (then nothing serves).")  # fmt: skip
 @dry_run_option
 @s3_options
 def command(
@@ -76,7 +80,7 @@ def command(
 
     app = current()
     if smoke is not None:
-        _words(smoke)  # refused before anything is swapped
+        smoke_words(smoke)  # refused before anything is swapped
     where = parse_target(target)
     if where.kind not in {"engine", "slot"}:
         raise UsageError(f"{target!r} holds no weights to swap", hint="engine:URL or slot:NAME")
@@ -92,6 +96,8 @@ def command(
         raise UsageError("--engine is for slots", hint=f"{target} is an engine itself")
     if evict_first:
         raise UsageError("--evict-first is for slots: an engine keeps its memory")
+    if rollback and (smoke or fail_at or dry_run):
+        raise UsageError("--smoke, --fail-at and --dry-run are for other weights, not for --rollback of an engine")
 
     from kvctl.engines.api import SwapRequest
 
@@ -105,14 +111,18 @@ def command(
             drain_seconds=drain_timeout,
             keep_previous=keep_previous,
             hold=smoke is not None,
-            hold_seconds=smoke_timeout + 30,
+            hold_seconds=smoke_timeout + _MARGIN,
             fail_at=fail_at,
             check_only=dry_run,
         )
     with app.running() as ctx:
         adapter = open_adapter(where.value, ctx)
         try:
-            result = adapter.rollback() if wanted is None else _swap(adapter, wanted, smoke, smoke_timeout, where.value)
+            result = (
+                adapter.rollback()
+                if wanted is None
+                else _swap(adapter, wanted, smoke, smoke_timeout, where.value, ctx.cancel)
+            )
         finally:
             adapter.close()
     document = _document(target, result)
@@ -140,56 +150,38 @@ def _as_seen_there(app: App, address: str, flags: S3Flags) -> tuple[str, str | N
     return (f"{text}@{version}" if version else text), ",".join(url_text(store) for store in stores)
 
 
-def _swap(adapter: EngineAdapter, wanted: SwapRequest, smoke: str | None, seconds: float, url: str) -> SwapResult:
+def _swap(
+    adapter: EngineAdapter, wanted: SwapRequest, smoke: str | None, seconds: float, url: str, cancel: CancelToken
+) -> SwapResult:
     result = adapter.swap(wanted)
     if result.state != "held":
         return result
     assert smoke is not None
     try:
-        problem = _smoke(smoke, seconds, {"KVCTL_ENGINE_URL": url, "KVCTL_ENGINE_PASS": result.token})
+        problem = run_smoke(smoke, seconds, {"KVCTL_ENGINE_URL": url, "KVCTL_ENGINE_PASS": result.token}, cancel)
     except BaseException:
-        adapter.rollback()
+        _back(adapter)
         raise
     if problem:
-        adapter.rollback()
+        _back(adapter)
         raise SwapFailedError(
             "the smoke test failed, and the old weights serve", cause=problem, details={"weights": wanted.weights}
         )
-    return adapter.finish()
-
-
-def _words(command: str) -> list[str]:
-    """The command and its arguments. Raises UsageError."""
-    import shlex
-
     try:
-        found = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"--smoke {command!r} is no command", cause=str(error)) from None
-    if not found:
-        raise UsageError("--smoke names no command")
-    return found
+        return adapter.finish()
+    except NotFoundError as error:
+        raise SwapFailedError(
+            f"the smoke test passed, but the engine holds the swap no longer: {adapter.info().source} serves",
+            cause=str(error),
+            hint="its time was up, or somebody rolled it back: swap again",
+        ) from error
 
 
-def _smoke(command: str, seconds: float, environ: dict[str, str]) -> str:
-    """Why it failed; '' when it did not. What it prints goes to stderr."""
-    import os
-    import subprocess
-    import sys
+def _back(adapter: EngineAdapter) -> None:
+    import contextlib
 
-    try:
-        done = subprocess.run(
-            _words(command),
-            env={**os.environ, **environ},
-            stdout=sys.stderr,
-            timeout=seconds,
-            check=False,
-        )
-    except OSError as error:
-        return f"{command}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return f"{command} took longer than {seconds:g} s"
-    return f"{command} ended with {done.returncode}" if done.returncode else ""
+    with contextlib.suppress(NotFoundError):  # its time was up: it has gone back by itself
+        adapter.rollback()
 
 
 def _document(target: str, result: SwapResult) -> dict[str, Any]:  # Any: JSON
@@ -248,7 +240,7 @@ def _driver(plan: _Slot, ctx: Context, smoke: str | None, smoke_seconds: float) 
     def check() -> None:
         for url, result in driver.results.items():
             environ = {"KVCTL_ENGINE_URL": url, "KVCTL_ENGINE_PASS": result.token}
-            problem = _smoke(smoke or "", smoke_seconds, environ)
+            problem = run_smoke(smoke or "", smoke_seconds, environ, ctx.cancel)
             if problem:
                 raise SwapFailedError("the smoke test failed", cause=problem, details={"engine": url})
 
