@@ -26,14 +26,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 
-from kvctl.core.errors import IncompatibleError, KvctlError, UsageError
+from kvctl.core.errors import IncompatibleError, KvctlError, NothingServesError, UsageError
 from kvctl.engines.api import SCHEMA
 from kvctl_vllm.extension import to_json
 from kvctl_vllm.gate import Gate
 from kvctl_vllm.identity import small_files
 from kvctl_vllm.plugin import version
 from kvctl_vllm.remote import Engine
-from kvctl_vllm.swap_service import SwapService
+from kvctl_vllm.swap_service import BROKEN, SwapService
 
 log = logging.getLogger("vllm.kvctl")
 LARGEST: Final = 64 << 20  # bytes of a read of weights
@@ -117,6 +117,7 @@ class KvctlEndpoints:
             **said,
             "paused": swaps.paused,
             "held": self.gate.waiting,
+            "broken": self.gate.broken,
         }
 
     async def reset(self, request: Request) -> Any:
@@ -132,10 +133,12 @@ class KvctlEndpoints:
         return await self._here()[1].finish()
 
     async def rollback(self, request: Request) -> Any:
-        return await self._here()[1].rollback()
+        return await self._here()[1].rollback(str((await _body(request)).get("fail_at", "")))
 
     async def weights(self, request: Request) -> Any:
         engine, swaps = self._here()
+        if self.gate.broken:
+            raise NothingServesError("the engine holds no weights to read", cause=self.gate.broken, hint=BROKEN)
         seconds = float(request.query_params.get("lease", 60))
         swaps.lease(seconds)
         said = await engine.call("kvctl_weights")

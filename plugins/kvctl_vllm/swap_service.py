@@ -1,6 +1,6 @@
 """A swap as the API server drives it: check and stage while requests run, then close the gate, pause, save, apply,
 verify, reset, resume, open. Whatever fails, the old weights serve again; when even that fails, nothing serves, and the
-gate stays closed.
+gate stays closed, until a rollback or another swap succeeds: the copy of the old weights is kept for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvctl.core.errors import (
     NotFoundError,
     NothingServesError,
     SwapFailedError,
-    TransientError,
     UsageError,
 )
 from kvctl.engines.api import IN_FLIGHT
@@ -32,6 +31,7 @@ STEPS: Final = ("check", "stage", "pause", "save", "apply", "apply-late", "verif
 POLL: Final = 0.05  # seconds between looks at what is being staged
 LONGEST_LEASE: Final = 600.0  # seconds that a reader of weights may hold updates up
 QUICK: Final = 30.0  # seconds for a pause with nothing to wait for
+BROKEN: Final = "`kvctl swap engine:URL --rollback` tries again, so does another swap; else restart the engine"
 
 
 class SwapService:
@@ -41,6 +41,7 @@ class SwapService:
         self._busy = asyncio.Lock()
         self._leased_until = 0.0
         self._held: dict[str, Any] | None = None  # Any: JSON; the result of a swap that waits for its smoke test
+        self._held_until = 0.0
         self._watch: asyncio.Task[None] | None = None
         self.paused = False
 
@@ -53,7 +54,13 @@ class SwapService:
         weights serve on, NothingServesError when nothing does, ConflictError during another swap.
         """
         asked = _Asked(body)
-        if self._busy.locked() or self._held is not None:
+        if self._held is not None:
+            raise ConflictError(
+                "another swap of this engine waits for its smoke test",
+                cause=f"for {max(0.0, self._held_until - time.monotonic()):.0f} s more at most",
+                hint="`kvctl swap engine:URL --rollback` ends it",
+            )
+        if self._busy.locked():
             raise ConflictError("another swap of this engine is under way")
         async with self._busy:
             # a client that goes away does not leave a swap half done
@@ -64,7 +71,6 @@ class SwapService:
         async with steps.step("check"):
             await engine.call("kvctl_swap", "check", address=asked.weights, repo=asked.repo)
         if asked.check_only:
-            await engine.call("kvctl_swap", "done", keep=True)
             said = await engine.call("kvctl_info")
             return {
                 "state": "fits", "source": said["source"], "digest": said["digest"], "generation": said["generation"],
@@ -74,12 +80,7 @@ class SwapService:
             async with steps.step("stage"):
                 await self._stage()
         except KvctlError as error:
-            raise SwapFailedError(
-                "the new weights could not be loaded, and the old ones serve",
-                cause=str(error),
-                hint=error.hint,
-                details={"code": error.code},
-            ) from error
+            raise self._not_loaded(error) from error
         await self._readers()
         saved = applied = False
         began = time.monotonic()
@@ -87,7 +88,8 @@ class SwapService:
         try:
             async with steps.step("pause"):
                 self._gate.close(token)
-                await engine.pause(MODES[asked.in_flight], asked.drain if asked.in_flight == "drain" else QUICK)
+                if not self.paused:  # as after a swap that left nothing that serves: what it kept must not run before
+                    await engine.pause(MODES[asked.in_flight], asked.drain if asked.in_flight == "drain" else QUICK)
                 self.paused = True
             saved = True
             async with steps.step("save"):
@@ -98,7 +100,7 @@ class SwapService:
             async with steps.step("verify"):
                 verified = await engine.call("kvctl_swap", "verify")
             async with steps.step("reset"):
-                await engine.reset(connector=True, running=asked.in_flight == "keep")
+                await engine.reset(connector=True, running=asked.in_flight == "keep" or bool(self._gate.broken))
             async with steps.step("resume"):
                 await engine.resume()
                 self.paused = False
@@ -117,7 +119,7 @@ class SwapService:
             "keep": asked.keep,
         }
         if asked.hold:
-            self._held = result
+            self._held, self._held_until = result, time.monotonic() + asked.hold_seconds
             self._watch = asyncio.create_task(self._give_up_after(asked.hold_seconds))
             return {**result, "state": "held"}
         self._gate.open()
@@ -130,6 +132,12 @@ class SwapService:
         while not (await self._engine.call("kvctl_swap", "staged"))["done"]:  # noqa: ASYNC110 - it can only be asked
             await asyncio.sleep(POLL)
 
+    def _not_loaded(self, error: KvctlError) -> KvctlError:
+        what, cause, details = "the new weights could not be loaded", str(error), {"code": error.code}
+        if self._gate.broken:
+            return NothingServesError(f"{what}: nothing serves, as before", cause=cause, hint=BROKEN, details=details)
+        return SwapFailedError(f"{what}, and the old ones serve", cause=cause, hint=error.hint, details=details)
+
     async def _readers(self) -> None:
         """Wait for those who read the weights: until their lease ends, renewed or not no longer than the longest."""
         longest = time.monotonic() + LONGEST_LEASE
@@ -139,25 +147,20 @@ class SwapService:
     async def _undo(self, error: Exception, *, saved: bool, applied: bool, fail: bool) -> None:
         """Back to the old weights. Always raises. `fail`: rehearse that they do not come back."""
         log.warning("kvctl: the swap failed (%s); back to the old weights", error)
+        replaced = applied or bool(self._gate.broken)
         try:
-            if applied:
+            if replaced:
                 if not self.paused:
                     await self._engine.pause("abort", QUICK)
                     self.paused = True
                 await self._engine.call("kvctl_swap", "back", fail=fail)
                 await self._engine.reset(connector=True, running=True)
-            await self._engine.call(
-                "kvctl_swap", "done", keep=not saved
-            )  # what an earlier swap kept is there until then
             await self._engine.resume()
             self.paused = False
+            # what an earlier swap kept is there until something was saved
+            await self._engine.call("kvctl_swap", "done", keep=not (saved or replaced))
         except Exception as worse:
-            log.exception("kvctl: the old weights do not serve either")
-            raise NothingServesError(
-                "the swap failed, and the old weights could not be brought back: nothing serves",
-                cause=f"{error}; then {worse}",
-                hint="restart the engine",
-            ) from worse
+            raise self._nothing("the swap failed", f"{error}; then {worse}") from worse
         self._gate.open()
         raise SwapFailedError(
             "the swap failed, and the old weights serve",
@@ -165,6 +168,14 @@ class SwapService:
             hint=getattr(error, "hint", None),
             details={"code": getattr(error, "code", "failure")},
         ) from error
+
+    def _nothing(self, what: str, cause: str) -> NothingServesError:
+        """Nothing serves from now on."""
+        log.error("kvctl: %s, and the old weights do not serve either (%s): nothing serves", what, cause)
+        self._gate.give_up(f"nothing serves: {what} ({cause})")
+        return NothingServesError(
+            f"{what}, and the old weights could not be brought back: nothing serves", cause=cause, hint=BROKEN
+        )
 
     # -- a held swap, and the one before -----------------------------------------------------------------------
 
@@ -174,8 +185,10 @@ class SwapService:
         await self._engine.call("kvctl_swap", "done", keep=bool(held["keep"]))
         return {**held, "state": "serving"}
 
-    async def rollback(self) -> dict[str, Any]:  # Any: JSON
-        """Raises NotFoundError when there is nothing to go back to."""
+    async def rollback(self, fail_at: str = "") -> dict[str, Any]:  # Any: JSON
+        """`fail_at` 'back': rehearse that the old weights do not come back. Raises NotFoundError when there is nothing
+        to go back to, TransientError when requests did not end in time and nothing was changed, NothingServesError.
+        """
         async with self._busy:
             held = self._held is not None
             if held:
@@ -183,32 +196,36 @@ class SwapService:
             elif (await self._engine.call("kvctl_info"))["kept"] is None:
                 raise NotFoundError("there are no weights to go back to", hint="swap with --keep-previous to keep them")
             await self._readers()
-            return await asyncio.shield(asyncio.ensure_future(self._rollback(held=held)))
+            serves = not (held or self._gate.broken)
+            return await asyncio.shield(asyncio.ensure_future(self._rollback(serves=serves, fail=fail_at == "back")))
 
-    async def _rollback(self, *, held: bool) -> dict[str, Any]:  # Any: JSON
-        """`held`: what runs is the test of weights that shall not serve, so it is not waited for."""
+    async def _rollback(self, *, serves: bool, fail: bool) -> dict[str, Any]:  # Any: JSON
+        """`serves`: the weights of now do, and go on when they cannot be stopped. Else what runs, if anything, is the
+        test of weights that shall not serve, so it is not waited for.
+        """
         steps, began = _Steps(""), time.monotonic()
         try:
             async with steps.step("pause"):
                 self._gate.close()
-                await self._engine.pause("abort" if held else "wait", QUICK)
+                if not self.paused:
+                    await self._engine.pause("wait" if serves else "abort", QUICK)
                 self.paused = True
-        except TransientError:
-            if not held:
-                self._gate.open()  # requests did not end in time: nothing was changed
+        except Exception as error:
+            if not serves:
+                raise self._nothing("the engine could not be paused", str(error)) from error
+            self._gate.open()  # requests did not end in time: nothing was changed
             raise
         try:
             async with steps.step("apply"):
-                await self._engine.call("kvctl_swap", "back")
+                await self._engine.call("kvctl_swap", "back", fail=fail)
             async with steps.step("reset"):
-                await self._engine.reset(connector=True)
+                await self._engine.reset(connector=True, running=True)
             async with steps.step("resume"):
                 await self._engine.resume()
                 self.paused = False
+            await self._engine.call("kvctl_swap", "done", keep=False)
         except Exception as error:
-            raise NothingServesError(
-                "the old weights could not be brought back: nothing serves", cause=str(error)
-            ) from error
+            raise self._nothing("the rollback failed", str(error)) from error
         self._gate.open()
         said = await self._engine.call("kvctl_info")
         return {
@@ -228,7 +245,7 @@ class SwapService:
         await asyncio.sleep(seconds)
         log.warning("kvctl: nobody finished the held swap in %g s; back to the old weights", seconds)
         self._watch = None
-        with contextlib.suppress(KvctlError):
+        with contextlib.suppress(KvctlError):  # the log has it by now
             await self.rollback()
 
 

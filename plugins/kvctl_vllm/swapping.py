@@ -79,6 +79,7 @@ class Swapping:
         self._rank = rank
         self._staged: _Staged | None = None
         self._old: _Old | None = None
+        self._open = False  # new weights were applied, and it is not settled yet whether they stay
 
     @property
     def model(self) -> Any:  # Any: a model of vLLM
@@ -92,6 +93,8 @@ class Swapping:
             raise IncompatibleError(
                 "a swap of an engine with several ranks is not there yet", hint="restart it instead"
             )
+        if self._open:  # a swap that was not taken back
+            _settle(self.model, self._config)
         settings = places.config(self._extra().get("config"))
         request = places.weights_request(settings, address, repo or self._extra().get("repo"))
         context = Context(config=settings)
@@ -177,12 +180,18 @@ class Swapping:
     # -- while it is paused --------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy the weights of now."""
+        """Copy the weights of now; but not those of a swap that failed, and could not be taken back: then the copy from
+        before it is what to go back to, still.
+        """
+        if self._open and self._old is not None:
+            return
         self._old = _Old(held(), {name: tensor.detach().clone() for name, tensor in self._state()})
 
     def apply(self, fail: str = "") -> None:
         """The staged weights into the engine, in place. Raises KvctlError; call `back` then."""
         staged = self._need_staged()
+        self._open = True
+        now_holds("", None, held().names)  # whoever reads the weights of before gets no byte of these
         try:
             self._runner.reload_weights(weights_iterator=_feed(staged.tensors, fail))
         except KvctlError:
@@ -204,7 +213,9 @@ class Swapping:
         return {"digest": staged.digest, "bytes": sum(view.numel() * view.element_size() for view in views.values())}
 
     def back(self) -> None:
-        """The old weights again, whatever happened to the new ones. Raises KvctlError when that does not work."""
+        """The old weights again, whatever happened to the new ones; they can be asked for again until `done`. Raises
+        KvctlError when that does not work.
+        """
         if self._old is None:
             raise NotFoundError("there are no weights to go back to", hint="swap with --keep-previous to keep them")
         _settle(self.model, self._config)
@@ -215,11 +226,11 @@ class Swapping:
                     raise KvctlError(f"the engine lost its parameter {name}", hint="restart it")
                 now[name].copy_(tensor)
         restore(self._old.held)
-        self._old, self._staged = None, None
+        self._open = False
 
     def done(self, *, keep: bool) -> None:
-        """The swap is over: let go of what it needed, but (`keep`) for the old weights."""
-        self._staged = None
+        """The swap is over, one way or the other: let go of what it needed, but (`keep`) for the old weights."""
+        self._staged, self._open = None, False
         if not keep:
             self._old = None
 

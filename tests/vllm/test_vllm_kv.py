@@ -5,17 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.core.context import Context
-from kvctl.core.errors import NotFoundError, NothingServesError
-from kvctl.engines.api import SwapRequest
-from kvctl.engines.registry import open_engine
+from kvctl.core.errors import NotFoundError
 from kvctl.kv.inspecting import InspectRequest, inspect_session
 from kvctl.kv.names import parse_session
 from kvctl.kv.pull import PullSession, pull_session
@@ -244,7 +240,6 @@ def _handed_over(model: Path, launch: Callable[..., Engine], node: NodeProcess) 
     assert prefill.info()["kv"]["stores"] == 0  # nobody asked
     prefill.complete(prompt, 1, kvctl={"session": "alice/handed", "push": True})
     prefill.stored(1)
-    nothing_serves(prefill, model)
     prefill.stop(kill=True)
     decode = launch(model, {"repo": repo, "mode": "layers", "push": "never", "min_tokens": 16, "rest": 0.5})
     found = decode.complete(prompt, kvctl={"session": "alice/handed"})
@@ -253,23 +248,6 @@ def _handed_over(model: Path, launch: Callable[..., Engine], node: NodeProcess) 
     assert apart(found.logprobs, cold.logprobs) <= COLD
     damage(decode, node, prompt, cold)
     unreachable(decode, node, prompt, cold)
-
-
-def nothing_serves(engine: Engine, model: Path) -> None:
-    """A swap whose way back fails too: it says so (12), and requests wait rather than hear the wrong model."""
-    adapter = open_engine(engine.url, Context())
-    with pytest.raises(NothingServesError, match="nothing serves"):
-        adapter.swap(SwapRequest(str(model), fail_at="back"))
-    assert adapter.info().paused
-    asker = threading.Thread(target=_until_killed, args=(engine,), daemon=True)
-    asker.start()
-    eventually("a request waits in line", lambda: adapter.info().details["held"] == 1)
-    adapter.close()
-
-
-def _until_killed(engine: Engine) -> None:
-    with suppress(OSError, HTTPException):
-        engine.complete(tiny.tokens(20), 1)
 
 
 def damage(engine: Engine, node: NodeProcess, prompt: list[int], cold: Any) -> None:
