@@ -12,7 +12,9 @@ from kvctl.agent.client import AgentClient
 from kvctl.agent.server import Agent, ControlServer
 from kvctl.agent.settings import AgentSettings
 from kvctl.core.errors import EnvError
+from kvctl.testing.models import write_llama
 from tests.agent.agents import kvctl
+from tests.agent.conftest import Start
 
 
 def server(path: Path) -> ControlServer:
@@ -73,3 +75,25 @@ def test_a_path_that_no_socket_can_have_is_said(place: Path, name: str) -> None:
     with pytest.raises(EnvError, match="cannot be made"):
         server(place / name).start()
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--allow-unauthenticated", "127.0.0.0/8"), "--allow-unauthenticated without --peers"),
+        (("--tls-cert", "c.pem"), "--tls-cert without --peers"),
+        (("--rdma-allow", "10.0.0.0/8"), "--rdma-allow without --peers"),
+        (("--peers", "0", "--allow-unauthenticated", "127.0.0.0/8"), "is not HOST:PORT"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(place: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, error, _ = kvctl("agent", "serve", *arguments, "--socket", str(place / "a.sock"), socket="", state=place)
+    assert (code, words in error["what"]) == (2, True)
+    assert list(place.iterdir()) == []
+
+
+def test_an_agent_may_have_no_memory(start: Start, tmp_path: Path) -> None:
+    agent = start(memory="0")
+    write_llama(str(tmp_path / "m"))
+    code, error, _ = kvctl("load-weights", str(tmp_path / "m"), "--into", "slot:m", socket=agent.socket, state=tmp_path)
+    assert (code, error["code"]) == (9, "capacity")

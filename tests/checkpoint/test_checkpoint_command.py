@@ -23,6 +23,7 @@ from tests.agent.agents import AgentProcess, kvctl
         (("create", "--from", "slot:m", "--to", "lab:m"), 2, "is no path and no URL"),
         (("create", "--from", "slot:m", "--to", "./ck", "--latency-budget", "1ms"), 2, "without --latency-from"),
         (("create", "--from", "slot:m", "--to", "./ck", "--max-rate", "1KB"), 2, "is below --min-rate"),
+        (("create", "--from", "slot:m", "--to", "./ck", "--max-rate", "0", "--min-rate", "0"), 2, "moves nothing"),
         (("create", "--from", "slot:m", "--to", "lab:m", "--format", "repo", "--keep-last", "2"), 2, "no --keep-last"),
         (("create", "--from", "slot:m", "--to", "./ck"), 10, "no agent is running"),
         (("ls", "./none"), 0, ""),

@@ -118,11 +118,17 @@ def serve(
     from kvctl.node.settings import parse_listen
 
     app = current()
-    if peers is None and (key_file is not None and open_to):
-        raise UsageError("--allow-unauthenticated without --peers", hint="--peers HOST:PORT says where to listen")
+    given = {
+        "--allow-unauthenticated": open_to,
+        "--tls-cert": tls_cert,
+        "--tls-key": tls_key,
+        "--rdma-allow": rdma_allow,
+    }
+    for name in (name for name, value in given.items() if value and peers is None):
+        raise UsageError(f"{name} without --peers", hint="--peers HOST:PORT says where to listen")
     settings = AgentSettings(
         os.path.abspath(os.path.expanduser(socket)) if socket else default_socket(),
-        memory or memory_available() * 3 // 4,
+        memory_available() * 3 // 4 if memory is None else memory,
         None if peers is None else _peer_settings(peers, key_file, open_to, tls_cert, tls_key, rdma, rdma_allow),
         None if peers_ucx is None else OneSided("nixl-ucx", parse_listen(peers_ucx), peers_ucx_key),
         kv=_kv_settings(kv_memory, kv_local, kv_local_bytes, kv_repo, kv_key_file),

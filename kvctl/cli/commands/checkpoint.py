@@ -97,6 +97,8 @@ def create(
     from kvctl.core.errors import PartialError, UsageError
 
     app = current()
+    if max_rate == 0:
+        raise UsageError("--max-rate 0 moves nothing")
     if max_rate is not None and max_rate < min_rate:
         raise UsageError(f"--max-rate {max_rate} is below --min-rate {min_rate}", hint="the minimum is 1MiB by default")
     if latency_budget is not None and latency_from is None and source.startswith("engine:"):

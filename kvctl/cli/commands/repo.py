@@ -49,7 +49,7 @@ def init(*, replicas: int | None, stripe_size: int | None, **s3: Any) -> None:  
     from kvctl.repo.format import STRIPE
 
     with app.running() as ctx:
-        result = init_repo(stores, ctx, InitOptions(stripe_size or STRIPE, replicas)).to_json()
+        result = init_repo(stores, ctx, InitOptions(STRIPE if stripe_size is None else stripe_size, replicas)).to_json()
     app.output.result(result, lambda: render(result))
 
 
