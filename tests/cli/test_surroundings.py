@@ -67,20 +67,16 @@ def test_a_saved_report_that_is_none_is_told(kvctl: Kvctl, tmp_path: Path, text:
     assert "is no report" in done.err or "cannot be shown" in done.err
 
 
-def test_few_descriptors_and_little_memory_are_no_crash(
-    tmp_path: Path, surroundings: dict[str, str], model: Path
-) -> None:
-    for limit, values in (
-        (resource.RLIMIT_NOFILE, (5, 8, 12, 20)),
-        (resource.RLIMIT_AS, (1 << 27, 1 << 28, 3 << 27)),
-    ):
-        for value in values:
-            done = program(
-                "load-weights", model, "--into", "dir:out", "-o", "json", env=surroundings, cwd=tmp_path,
-                before=lambda limit=limit, value=value: resource.setrlimit(limit, (value, value)),  # type: ignore[misc]
-            )  # fmt: skip
-            assert "failed in a way it should not" not in done.err, (limit, value, done.err)
-            assert done.code in {0, 1, 9, 10}, (limit, value, done.code, done.err)
+def test_few_descriptors_are_no_crash(tmp_path: Path, surroundings: dict[str, str], model: Path) -> None:
+    for most in (8, 12, 20):
+
+        def limit(most: int = most) -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+        done = program(
+            "load-weights", model, "--into", "dir:out", "-o", "json", env=surroundings, cwd=tmp_path, before=limit
+        )
+        assert done.code in {0, 10}, (most, done.code, done.err)
 
 
 @pytest.mark.parametrize(
