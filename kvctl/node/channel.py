@@ -124,6 +124,11 @@ class Channel(ABC):
     async def send(self, data: bytes | bytearray) -> None:
         """All of it. Raises OSError or TimeoutError."""
 
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        self.deadline = self.idle_since = None
+        self.abort()
+
     @abstractmethod
     def finish(self) -> None:
         """No more will be sent; the peer may still send."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvctl.node.messages import HttpError
 from kvctl.node.settings import Network, contains
-from kvctl.transports.node_auth import MAX_LIFE, Asked, MasterKey, Rights, covers, parse_token, token_mac
+from kvctl.transports.node_auth import MAX_LIFE, Asked, MasterKey, Rights, Token, covers, parse_token, token_mac
 
 _CHALLENGE: Final = {"www-authenticate": "kvctl-token"}
 
@@ -35,9 +35,15 @@ class Guard:
         """Returns when `peer` may do this. `key`: what is touched; with `folder` everything that starts with it.
         `once`: the token must not have been used before. Raises HttpError 401, 403 or 503.
         """
+        found = self.allow(asked, peer, token, need=need, key=key, folder=folder)
+        if once:
+            self.use(found)
+
+    def allow(self, asked: Asked, peer: str, token: str, *, need: Rights, key: str, folder: bool) -> Token | None:
+        """As `check`, but for the single use: the token, None for a peer that needs none. Raises HttpError 401, 403."""
         if not token:
             if self._is_open_to(peer):
-                return
+                return None
             raise HttpError(401, "token_missing", "this node wants a token", headers=_CHALLENGE)
         found = parse_token(token)
         if found is None:
@@ -59,21 +65,24 @@ class Guard:
         inside = key.startswith(f"{found.prefix}/") if folder and found.prefix else covers(found.prefix, key)
         if not inside:
             raise HttpError(403, "scope", f"the key is good for {found.prefix}/ only")
-        if once:
-            self._use(found.nonce, found.issued, found.expiry, now)
+        return found
 
-    def _use(self, nonce: str, issued: float, expiry: int, now: float) -> None:
-        if nonce in self._seen:
+    def use(self, token: Token | None) -> None:
+        """The one use of a token that `allow` gave. Raises HttpError 401 or 503."""
+        if token is None:
+            return
+        if token.nonce in self._seen:
             raise HttpError(401, "token_replayed", "the token was used before", headers=_CHALLENGE)
-        if issued < self._started:
+        if token.issued < self._started:
             raise HttpError(
                 503, "restarted", "the token is older than this process of the node", headers={"retry-after": "1"}
             )
         if len(self._seen) >= self._limit:
+            now = time.time()
             self._seen = {known: until for known, until in self._seen.items() if until > now}
             if len(self._seen) >= self._limit:
                 raise HttpError(503, "busy", "too many tokens in use", headers={"retry-after": "1"})
-        self._seen[nonce] = expiry
+        self._seen[token.nonce] = token.expiry
 
     def _derived(self, key_id: str, rights: Rights, prefix: str) -> bytes:
         return self._keys[key_id].scoped(rights, prefix).secret

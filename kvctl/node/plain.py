@@ -14,11 +14,14 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Final
 
 from kvctl.node.bodies import WINDOW, is_warm, pull, push
 from kvctl.node.channel import FIRST, Channel
 from kvctl.node.quick import QuickReads, Sending
 from kvctl.node.settings import Limits
+
+_FLIGHT_SECONDS: Final = 1.0  # how long the loop waits for an RDMA write before a thread does
 
 
 class PlainChannel(Channel):
@@ -96,6 +99,30 @@ class PlainChannel(Channel):
             return
         self._sending = sending
         self.idle_since = self.deadline = None
+        if sending.flight is None or sending.flight.placed:
+            self._begin()
+        elif sending.flight.stuck:
+            self._hand_over()
+        else:
+            self.deadline = time.monotonic() + _FLIGHT_SECONDS
+            quick.watch(sending, self._on_flight)
+
+    def _on_flight(self) -> None:
+        """Its bytes are placed by RDMA, or will not be without waiting."""
+        sending = self._sending
+        if sending is None or self._waiter is None or self._waiter.done():
+            return
+        self.deadline = None
+        if sending.flight is not None and sending.flight.placed:
+            self._begin()
+        else:
+            self._hand_over()
+
+    def _begin(self) -> None:
+        """The answer begins."""
+        sending, waiter = self._sending, self._waiter
+        if sending is None or waiter is None:
+            return
         try:
             sent = self._sock.send(sending.head, socket.MSG_MORE if sending.left else 0)
         except BlockingIOError:
@@ -112,6 +139,8 @@ class PlainChannel(Channel):
     def _hand_over(self) -> None:
         """The rest of the answer is for the task that waits."""
         if self._waiter is not None and not self._waiter.done():
+            if self._sending is not None and self._quick is not None:
+                self._quick.leave(self._sending)
             self.begun, self._sending = self._sending, None
             self._waiter.set_result(b"")
 
@@ -147,6 +176,13 @@ class PlainChannel(Channel):
         self._watch_reads()
         self.idle_since = now
         self.deadline = now + self._limits.idle_seconds
+
+    def expire(self) -> None:
+        if self._sending is None or self._sending.flight is None or self._sending.flight.placed:
+            super().expire()
+        else:
+            self.deadline = None
+            self._hand_over()
 
     # -- answers of a task -----------------------------------------------------------------------------------------
 

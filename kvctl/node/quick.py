@@ -1,8 +1,9 @@
-"""The quick way to answer what clients ask most: a GET of cached bytes, written as our own client writes it.
+"""The quick way to answer what clients ask most: a GET of cached bytes, with a body or by RDMA, written as our own
+client writes it.
 
 A strict pattern takes the head apart and everything is decided in one go, without a task, a thread or httptools. It
 only ever succeeds: whatever does not fit, in any way, is left to `Service.answer`, which does it all again and knows
-what to say.
+what to say. But an RDMA write that has begun, and whose token is thereby used, is finished there, not begun again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvctl.node.guard import Guard
 from kvctl.node.messages import HttpError, http_date
 from kvctl.node.metrics import Metrics
 from kvctl.node.openfiles import OpenFile, OpenFiles
-from kvctl.transports.node_auth import TOKEN_HEADER, Asked
+from kvctl.node.rdma_seam import Dialect, Flight, LoopEngine, RdmaEngine, RdmaRequest
+from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, Token
 
 # A subset of what `messages.parse_request` understands, with the same meaning (tests compare them): so nothing can be
 # smuggled past checks by being read twice.
@@ -29,22 +31,25 @@ _HEAD: Final = re.compile(
     rf"(?:{TOKEN_HEADER}: ([!-~]+)\r\n)?"
     r"(?:range: (bytes=([0-9]{1,19})-([0-9]{1,19}))\r\n)?"
     r'(?:if-match: ("([!#-~]+)")\r\n)?'
+    rf"(?:({'|'.join(RDMA_HEADERS)}): ([!-~]+)\r\n)?"
     r"\r\n"
 )
 
 
 class Ask:
-    """A head taken apart. `first` and `last` are None without a range."""
+    """A head taken apart. `first` and `last` are None without a range, `rdma` is empty without such a token."""
 
-    __slots__ = ("asked", "first", "key", "last", "token", "version")
+    __slots__ = ("asked", "dialect", "first", "key", "last", "rdma", "token", "version")
 
     def __init__(self, head: bytes) -> None:
         """Raises ValueError for a head of any other form."""
         match = _HEAD.fullmatch(head.decode("ascii"))
         if match is None:
             raise ValueError("another form")
-        target, self.key, token, span, first, last, if_match, self.version = match.groups()
-        self.asked = Asked("GET", target, span or "", if_match or "")
+        target, self.key, token, span, first, last, if_match, self.version, header, rdma = match.groups()
+        self.rdma = rdma or ""
+        self.dialect: Dialect = "scal" if header == RDMA_HEADERS[0] else "s3"
+        self.asked = Asked("GET", target, span or "", if_match or "", "", self.rdma)
         self.token = token or ""
         self.first = None if first is None else int(first)
         self.last = None if last is None else int(last)
@@ -52,10 +57,13 @@ class Ask:
 
 class Sending:
     """An answer on its way: `head` as far as it was not sent, then `left` bytes of the file at `offset`. `warm_until`:
-    up to this offset the bytes were cached.
+    up to this offset the bytes were cached. With a `flight`, `length` bytes go by that, before the head is sent, and
+    `request` is the head that asked for them.
     """
 
-    __slots__ = ("file", "head", "left", "length", "offset", "started", "status", "target", "warm_until")
+    __slots__ = (
+        "file", "flight", "head", "left", "length", "offset", "request", "started", "status", "target", "warm_until",
+    )  # fmt: skip
 
     def __init__(self, file: OpenFile, status: int, head: bytes, offset: int, length: int, target: str) -> None:
         self.file = file
@@ -64,6 +72,8 @@ class Sending:
         self.offset = self.warm_until = offset
         self.left = self.length = length
         self.target = target
+        self.flight: Flight | None = None
+        self.request = b""
         self.started = time.perf_counter()
 
 
@@ -78,6 +88,7 @@ class QuickReads:
         tell: Callable[[str], None] | None,
         *,
         in_memory: bool,
+        engine: RdmaEngine | None = None,
     ) -> None:
         self.off = False
         self.in_memory = in_memory
@@ -85,6 +96,8 @@ class QuickReads:
         self._guard = guard
         self._metrics = metrics
         self._tell = tell
+        self._engine = engine if isinstance(engine, LoopEngine) else None
+        self._waiting: dict[Flight, Callable[[], None]] = {}
 
     def begin(self, head: bytes, peer: str) -> Sending | None:
         """The answer to the one request whose head `head` is; None when it is not for here."""
@@ -92,16 +105,65 @@ class QuickReads:
             return None
         try:
             ask = Ask(head)
-            self._guard.check(ask.asked, peer, ask.token, need="ro", key=ask.key, folder=False, once=False)
+            token = self._guard.allow(ask.asked, peer, ask.token, need="ro", key=ask.key, folder=False)
             file = self._files.take(ask.key)
         except (ValueError, HttpError, KvctlError):
             return None
-        sending = self._answer(ask, file)
-        if sending is None:
-            file.release()
+        begun: Sending | None = None
+        try:
+            sending = self._answer(ask, file)
+            if sending is not None and ask.rdma:
+                sending.request = head
+                begun = self._place(sending, ask, token, peer)
+            elif sending is not None and self.look_ahead(sending):
+                begun = sending
+        finally:
+            if begun is None:
+                file.release()
+        if begun is not None:
+            self._metrics.in_flight += 1
+        return begun
+
+    def _place(self, sending: Sending, ask: Ask, token: Token | None, peer: str) -> Sending | None:
+        """Begin to write the bytes by RDMA, with which the token is used."""
+        if self._engine is None:
             return None
-        self._metrics.in_flight += 1
+        asked = RdmaRequest(ask.rdma, ask.dialect, peer, ask.key, sending.offset, sending.length)
+        flight = self._engine.begin(asked, sending.file.fd, cached=self.in_memory)
+        if flight is None:
+            return None
+        try:
+            self._guard.use(token)
+        except HttpError:
+            flight.abandon()
+            return None
+        sending.flight, sending.left = flight, 0
+        flight.go()
         return sending
+
+    def watch(self, sending: Sending, then: Callable[[], None]) -> None:
+        """Call `then` when its flight is placed, or stuck."""
+        assert sending.flight is not None
+        self._waiting[sending.flight] = then
+
+    def on_flights(self) -> None:
+        """The engine's descriptor is readable."""
+        if self._engine is None:
+            return
+        for flight in self._engine.ready():
+            then = self._waiting.pop(flight, None)
+            if then is not None:
+                then()
+
+    @property
+    def engine_fd(self) -> int | None:
+        return None if self._engine is None else self._engine.fd
+
+    def leave(self, sending: Sending) -> None:
+        """The rest of it is for a task."""
+        if sending.flight is not None:
+            self._waiting.pop(sending.flight, None)
+            sending.flight.leave()
 
     def _answer(self, ask: Ask, file: OpenFile) -> Sending | None:
         stat = file.stat
@@ -109,18 +171,17 @@ class QuickReads:
             return None
         if ask.first is None or ask.last is None:
             offset, length, status = 0, stat.size, 200
-            head = f"HTTP/1.1 200 OK\r\ndate: {http_date()}\r\n{file.lines}content-length: {length}\r\n\r\n"
+            line, about = "200 OK", file.lines
         else:
             last = min(ask.last, stat.size - 1)
             offset, length, status = ask.first, last - ask.first + 1, 206
             if length <= 0:
                 return None
-            head = (  # our client knows this form (`kvctl_native.transport`)
-                f"HTTP/1.1 206 Partial Content\r\ndate: {http_date()}\r\n{file.etag}"
-                f"content-range: bytes {offset}-{last}/{stat.size}\r\ncontent-length: {length}\r\n\r\n"
-            )
-        sending = Sending(file, status, head.encode("latin-1"), offset, length, ask.asked.target)
-        return sending if self.look_ahead(sending) else None
+            # our client knows this form (`kvctl_native.transport`)
+            line, about = "206 Partial Content", f"{file.etag}content-range: bytes {offset}-{last}/{stat.size}\r\n"
+        body = 0 if ask.rdma else length
+        head = f"HTTP/1.1 {line}\r\ndate: {http_date()}\r\n{about}content-length: {body}\r\n\r\n"
+        return Sending(file, status, head.encode("latin-1"), offset, length, ask.asked.target)
 
     def look_ahead(self, sending: Sending) -> bool:
         """Whether the next bytes can be sent without waiting for a disk; `warm_until` says how many."""
@@ -137,10 +198,16 @@ class QuickReads:
 
     def end(self, sending: Sending, peer: str) -> None:
         """It was sent, or will not be."""
-        sending.file.release()
         metrics = self._metrics
+        flight = sending.flight
+        if flight is not None:
+            self._waiting.pop(flight, None)
+            flight.abandon()
+        sending.file.release()
         metrics.in_flight -= 1
-        if not sending.left:
+        if flight is not None:
+            metrics.rdma_sent += sending.length if flight.placed else 0
+        elif not sending.left:
             metrics.sent += sending.length
         metrics.finished("GET", sending.status, time.perf_counter() - sending.started)
         if self._tell is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from kvctl.core.errors import EnvError
 
@@ -74,6 +74,58 @@ class RdmaEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Flight(Protocol):
+    """A GET that a LoopEngine has begun. All calls but `finish` come from the loop's thread, and never wait. Each is
+    ended once: it is placed, by `finish`, or by `abandon`.
+    """
+
+    @property
+    def placed(self) -> bool:
+        """The last byte is in the client's memory."""
+        ...
+
+    @property
+    def stuck(self) -> bool:
+        """It goes no further without waiting, or failed: `finish` is to be called."""
+        ...
+
+    def go(self) -> None:
+        """Write. Nothing was written before. It raises nothing: what fails is stuck."""
+        ...
+
+    def leave(self) -> None:
+        """`ready` will not tell of it: `finish` follows."""
+        ...
+
+    def finish(self) -> None:
+        """The rest, on a worker thread, as `RdmaEngine.send` does it, with its errors."""
+        ...
+
+    def abandon(self) -> None:
+        """Give it up: when this returns, the client's memory is touched no more. No harm after its end."""
+        ...
+
+
+@runtime_checkable
+class LoopEngine(Protocol):
+    """What an RdmaEngine may have besides: GETs that the node's event loop carries out itself."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when `ready` has something to tell."""
+        ...
+
+    def begin(self, request: RdmaRequest, fd: int, *, cached: bool) -> Flight | None:
+        """None where it would have to wait, or for what `send` has an error for; then nothing happened. `cached`: the
+        file's system never waits. The descriptor stays open until the flight's end.
+        """
+        ...
+
+    def ready(self) -> Sequence[Flight]:
+        """Flights that went, and are placed or stuck since the last call."""
+        ...
 
 
 def load_engines(settings: RdmaSettings) -> tuple[RdmaEngine | None, Sequence[str]]:

@@ -142,6 +142,9 @@ class _Node:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_signal, signum)
         listener = _listen(self._settings.listen)
+        quick = self._service.quick
+        if quick.engine_fd is not None:
+            loop.add_reader(quick.engine_fd, quick.on_flights)
         try:
             host, port = listener.getsockname()[:2]
             ready(self._describe(host, port))
@@ -202,8 +205,7 @@ class _Node:
             now = time.monotonic()
             for channel in list(self._channels):
                 if channel.deadline is not None and channel.deadline < now:
-                    channel.deadline = channel.idle_since = None
-                    channel.abort()
+                    channel.expire()
 
     async def _open(self, sock: socket.socket, peer: str) -> None:
         try:

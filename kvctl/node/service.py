@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
@@ -22,13 +22,14 @@ from kvctl.node.messages import (
     answer_head,
     as_http,
     error_body,
+    parse_request,
     parse_version,
 )
 from kvctl.node.metrics import CONTENT_TYPE, Metrics
 from kvctl.node.openfiles import OpenFiles
 from kvctl.node.plain import PlainChannel
 from kvctl.node.quick import QuickReads, Sending
-from kvctl.node.rdma_seam import Dialect, RdmaEngine, RdmaRequest
+from kvctl.node.rdma_seam import Dialect, Flight, RdmaEngine, RdmaRequest
 from kvctl.node.settings import Limits
 from kvctl.node.tree import Draft, Tree, check_name
 from kvctl.transports.node_auth import TOKEN_HEADER, Asked, Rights
@@ -70,7 +71,7 @@ class Service:
     ) -> None:
         self.draining = False
         self.files = OpenFiles(tree)
-        self.quick = QuickReads(self.files, guard, metrics, tell, in_memory=tree.in_memory)
+        self.quick = QuickReads(self.files, guard, metrics, tell, in_memory=tree.in_memory, engine=rdma)
         self._tree = tree
         self._guard = guard
         self._metrics = metrics
@@ -88,7 +89,7 @@ class Service:
         started = time.perf_counter()
         self._metrics.in_flight += 1
         try:
-            await self._answer(exchange)
+            await self._answer(exchange, self._dispatch(exchange))
         finally:
             self._metrics.in_flight -= 1
             status = exchange.status or 499  # the peer went away before an answer, as nginx has it
@@ -99,9 +100,9 @@ class Service:
                 self._tell(f"{channel.peer} {request.method} {request.target.partition('?')[0]} {status}")
         return not exchange.close
 
-    async def _answer(self, exchange: _Exchange) -> None:
+    async def _answer(self, exchange: _Exchange, work: Coroutine[None, None, None]) -> None:
         try:
-            await self._dispatch(exchange)
+            await work
         except (TimeoutError, ConnectionError, TruncatedError):
             exchange.close = True
             raise
@@ -226,11 +227,31 @@ class Service:
 
     async def finish(self, channel: PlainChannel, sending: Sending) -> bool:
         """The rest of an answer that `quick` began; whether the connection can take another request."""
+        if sending.flight is not None and not sending.flight.placed:
+            return await self._finish_flight(channel, sending, sending.flight)
         try:
             await channel.send_begun(sending, in_memory=self._tree.in_memory)
         finally:
             self.quick.end(sending, channel.peer)
         return not self.draining
+
+    async def _finish_flight(self, channel: PlainChannel, sending: Sending, flight: Flight) -> bool:
+        """As `finish`, while bytes still go by RDMA. When that fails the answer becomes another one."""
+        exchange = _Exchange(parse_request(sending.request, self._limits.headers), channel, self.draining)
+
+        async def rest() -> None:
+            await self._in_rdma(exchange, flight.finish)
+            exchange.status = sending.status
+            await channel.send(sending.head)
+
+        try:
+            await self._answer(exchange, rest())
+        finally:
+            sending.status = exchange.status or 499
+            if exchange.refusal:
+                self._metrics.refusals[exchange.refusal] += 1
+            self.quick.end(sending, channel.peer)
+        return not exchange.close
 
     async def _send_rdma(
         self, exchange: _Exchange, key: str, fd: int, offset: int, length: int, token: str, dialect: Dialect

@@ -9,40 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal, Protocol
 
-from kvctl.core.errors import (
-    AuthError,
-    EnvError,
-    KvctlError,
-    MemberDownError,
-    SizeMismatchError,
-    TransientError,
-    UsageError,
-)
+from kvctl.core.errors import AuthError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import round_up
 from kvctl.transports.options import check_names, number
 from kvctl_verbs import probe
-from kvctl_verbs.bindings import load
 from kvctl_verbs.connections import Connection, Connections, Devices, Settings
+from kvctl_verbs.flights import Ends, Flight, Flights
 from kvctl_verbs.policy import Network, allowed
 from kvctl_verbs.pool import Pool
 from kvctl_verbs.queues import Patience
 from kvctl_verbs.token import RcToken, parse_token
+from kvctl_verbs.work import NodeRequest, Options, StaleError, Work
 
 _OPTIONS: Final = (
     "connections", "depth", "flush", "idle", "in_flight", "per_client", "piece", "pool", "retries", "source", "stall",
     "timeout",
 )  # fmt: skip
-_FLUSH: Final = 1 << 32  # the number of the read that follows the last write
 _SMALL: Final = 64 << 10  # bytes that are not worth cutting
-_CLIENT_FAULTS: Final = ("WC_REM_ACCESS_ERR", "WC_REM_INV_REQ_ERR", "WC_REM_OP_ERR")
+_ALONE: Final = 4 << 20  # bytes of a request that the loop carries out when it has nothing else to do
 
 
 class NodeSettings(Protocol):
@@ -54,36 +42,6 @@ class NodeSettings(Protocol):
     def options(self) -> Mapping[str, str]: ...
     @property
     def drain(self) -> float: ...
-
-
-class NodeRequest(Protocol):
-    """One range of one request (`kvctl.node.rdma_seam.RdmaRequest`)."""
-
-    @property
-    def token(self) -> str: ...
-    @property
-    def peer(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`in_flight`: requests at once; `pool` and `piece`: bytes of transfer memory and of one piece; `depth` (in
-    `connections`): pieces of a request in flight; `stall`: seconds without a piece arriving; `flush`: read one byte
-    back before a GET is answered, which proves that all bytes before it are placed.
-    """
-
-    in_flight: int
-    pool: int
-    piece: int
-    stall: float
-    flush: bool
-    connections: Settings
 
 
 def parse_options(options: Mapping[str, str]) -> Options:
@@ -134,8 +92,10 @@ class VerbsEngine:
         self._devices = Devices()
         self._pool = Pool(self._options.pool // self._options.piece, self._options.piece)
         self._connections = Connections(self._options.connections, self._devices)
+        self._flights = Flights()
+        self._ends = Ends(self._landed, self._finish, self._dropped)
         self._lock = threading.Lock()
-        self._written = self._read = self._failures = self._refused = self._running = 0
+        self._written = self._read = self._failures = self._refused = self._running = self._quick = 0
 
     @property
     def max_in_flight(self) -> int:
@@ -145,7 +105,7 @@ class VerbsEngine:
         return parse_token(token).size
 
     def send(self, request: NodeRequest, fd: int) -> None:
-        self._run(request, lambda work: work.write_out(fd, request.offset))
+        self._run(request, lambda work: work.write_out(fd))
         with self._lock:
             self._written += request.length
 
@@ -154,7 +114,71 @@ class VerbsEngine:
         with self._lock:
             self._read += request.length
 
-    def _run(self, request: NodeRequest, move: Callable[[_Work], None]) -> None:
+    # -- for the node's loop ----------------------------------------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        return self._flights.fd
+
+    def begin(self, request: NodeRequest, fd: int, *, cached: bool) -> Flight | None:
+        """See `kvctl.node.rdma_seam.LoopEngine`: for as much as one piece, or some where no other request runs, if a
+        connection is idle and a piece free. Several large ones are copied faster by several threads. What is refused is
+        left to `send`, which knows what to say.
+        """
+        running = self._running
+        most = self._pool.piece if running else max(self._pool.piece, _ALONE)
+        if not 0 < request.length <= most or running >= self._options.in_flight:
+            return None
+        try:
+            token = parse_token(request.token)
+        except KvctlError:
+            return None
+        if token.size < request.length or not allowed(token.ip, (request.peer,), self._allow):
+            return None
+        connection = self._connections.take_idle((token.ip, token.port))
+        if connection is None:
+            return None
+        step = step_of(request.length, self._pool.piece, alone=self._enter())
+        try:
+            work = Work(connection, self._pool, self._options, token, request, step)
+        except KvctlError:  # the transfer memory cannot be registered with its device
+            self._connections.give(connection)
+            self._leave()
+            return None
+        flight = Flight(self._flights, self._ends, connection, work, token, request, fd, cached=cached)
+        with contextlib.suppress(KvctlError, OSError):
+            if work.fill_next(fd, wait=False, cached=cached):
+                return flight
+        flight.abandon()
+        return None
+
+    def ready(self) -> Sequence[Flight]:
+        return self._flights.ready()
+
+    def _landed(self, flight: Flight) -> None:
+        self._connections.give(flight.connection)
+        self._leave(written=flight.request.length, quick=1)
+
+    def _finish(self, flight: Flight) -> None:
+        request, token = flight.request, flight.token
+        try:
+            if not self._attempt(flight.connection, lambda: flight.work.write_out(flight.fd, flight.problem)):
+                connection = self._connections.take((token.ip, token.port), fresh=True)
+                work = Work(connection, self._pool, self._options, token, request, self._pool.piece)
+                self._attempt(connection, lambda: work.write_out(flight.fd), last=True)
+        finally:
+            self._leave()
+        with self._lock:
+            self._written += request.length
+
+    def _dropped(self, flight: Flight) -> None:
+        flight.work.give_up()
+        self._connections.give(flight.connection)
+        self._leave()
+
+    # -- for its threads --------------------------------------------------------------------------------------------
+
+    def _run(self, request: NodeRequest, move: Callable[[Work], None]) -> None:
         token = parse_token(request.token)
         if token.size < request.length:
             raise UsageError(f"the token names {token.size} bytes of memory for {request.length}")
@@ -167,37 +191,55 @@ class VerbsEngine:
             )
         if request.length == 0:
             return
+        alone = self._enter()
+        try:
+            self._move(token, request, move, step_of(request.length, self._pool.piece, alone=alone))
+        finally:
+            self._leave()
+
+    def _enter(self) -> bool:
+        """One more request runs; whether it is the only one."""
         with self._lock:
             self._running += 1
-            alone = self._running == 1
-        try:
-            self._move(token, request, move, alone=alone)
-        finally:
-            with self._lock:
-                self._running -= 1
+            return self._running == 1
 
-    def _move(self, token: RcToken, request: NodeRequest, move: Callable[[_Work], None], *, alone: bool) -> None:
-        step = step_of(request.length, self._pool.piece, alone=alone)
-        fresh = False
-        while True:
-            with self._connection(token, fresh=fresh) as connection:
-                try:
-                    move(_Work(connection, self._pool, self._options, token, request, step))
-                    return
-                except _StaleError as problem:
-                    # an idle connection whose other end died unnoticed says nothing about the client: once more, anew
-                    if fresh or connection.used == 0:
-                        raise problem.error from None
-                    fresh = True
+    def _leave(self, *, written: int = 0, quick: int = 0) -> None:
+        with self._lock:
+            self._running -= 1
+            self._written += written
+            self._quick += quick
+
+    def _move(self, token: RcToken, request: NodeRequest, move: Callable[[Work], None], step: int) -> None:
+        place = (token.ip, token.port)
+
+        def over(connection: Connection) -> Callable[[], None]:
+            return lambda: move(Work(connection, self._pool, self._options, token, request, step))
+
+        connection = self._connections.take(place)
+        if not self._attempt(connection, over(connection)):
+            connection = self._connections.take(place, fresh=True)
+            self._attempt(connection, over(connection), last=True)
+
+    def _attempt(self, connection: Connection, move: Callable[[], None], *, last: bool = False) -> bool:
+        """Whether it was moved. An idle connection whose other end died unnoticed says nothing about the client: once
+        more, anew.
+        """
+        with self._using(connection):
+            try:
+                move()
+            except StaleError as problem:
+                if last or connection.used == 0:
+                    raise problem.error from None
+                return False
+        return True
 
     @contextlib.contextmanager
-    def _connection(self, token: RcToken, *, fresh: bool) -> Iterator[Connection]:
-        connection = self._connections.take((token.ip, token.port), fresh=fresh)
+    def _using(self, connection: Connection) -> Iterator[None]:
         try:
-            yield connection
+            yield
         except BaseException as problem:
             connection.broken = True
-            if not isinstance(problem, _StaleError):
+            if not isinstance(problem, StaleError):
                 with self._lock:
                     self._failures += 1
             raise
@@ -208,6 +250,7 @@ class VerbsEngine:
         return {
             "written_bytes_total": self._written,
             "read_bytes_total": self._read,
+            "quick_total": self._quick,
             "failures_total": self._failures,
             "addresses_refused_total": self._refused,
             "connections": self._connections.count,
@@ -220,161 +263,9 @@ class VerbsEngine:
 
     def close(self) -> None:
         self._connections.close()
+        self._flights.close()
         self._pool.close()
         self._devices.close()
-
-
-class _StaleError(Exception):
-    """The connection was dead before it moved anything."""
-
-    def __init__(self, error: KvctlError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class _Work:
-    """One request on its connection. Pieces go back to the pool when no device uses them: at the end of a request
-    that failed, after the queue pair is gone.
-    """
-
-    def __init__(
-        self, connection: Connection, pool: Pool, options: Options, token: RcToken, request: NodeRequest, step: int
-    ) -> None:
-        """`step`: bytes that move at a time."""
-        self._connection = connection
-        self._pool = pool
-        self._options = options
-        self._token = token
-        self._request = request
-        self._memory = pool.memory(connection.device)
-        self._flying: deque[tuple[int, int, int]] = deque()  # piece, offset in the range, length; in order
-        self._held: set[int] = set()
-        self._moved = 0
-        self._step = step
-
-    def write_out(self, fd: int, start: int) -> None:
-        length, depth = self._request.length, self._options.connections.depth
-        posted = 0
-        flushing = False
-        with self._pieces():
-            while self._flying or posted < length or flushing:
-                while posted < length and len(self._flying) < depth:
-                    piece = self._take()
-                    if piece is None:
-                        break
-                    count = min(self._step, length - posted)
-                    self._fill(fd, start + posted, piece, count)
-                    address = self._pool.address(piece)
-                    self._connection.pair.write(
-                        piece, address, self._memory, count, self._token.address + posted, self._token.rkey
-                    )
-                    self._flying.append((piece, posted, count))
-                    posted += count
-                if posted == length and self._options.flush and not flushing and self._moved < length:
-                    # a byte read back after the writes, in the same order: the writes are in memory by then
-                    last = self._token.address + length - 1
-                    self._connection.pair.read(_FLUSH, self._pool.scratch, self._memory, 1, last, self._token.rkey)
-                    flushing = True
-                for number in self._finished():
-                    if number == _FLUSH:
-                        flushing = False
-                    else:
-                        piece, _, count = self._flying.popleft()
-                        self._give(piece)
-                        self._moved += count
-
-    def read_in(self, fd: int) -> None:
-        length, depth = self._request.length, self._options.connections.depth
-        posted = 0
-        with self._pieces():
-            while self._moved < length:
-                while posted < length and len(self._flying) < depth:
-                    piece = self._take()
-                    if piece is None:
-                        break
-                    count = min(self._step, length - posted)
-                    address = self._pool.address(piece)
-                    self._connection.pair.read(
-                        piece, address, self._memory, count, self._token.address + posted, self._token.rkey
-                    )
-                    self._flying.append((piece, posted, count))
-                    posted += count
-                for _ in self._finished():
-                    piece, offset, count = self._flying.popleft()
-                    self._drain(fd, offset, piece, count)
-                    self._give(piece)
-                    self._moved += count
-
-    @contextlib.contextmanager
-    def _pieces(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            # a device may still read from or write to the pieces until the queue pair is gone
-            self._connection.close()
-            raise
-        finally:
-            for piece in list(self._held):
-                self._give(piece)
-
-    def _take(self) -> int | None:
-        """A piece; waits for one only while none of this request's own is in flight."""
-        piece = self._pool.take(0.0 if self._flying else self._options.stall)
-        if piece is None:
-            if not self._flying:
-                raise TransientError("the node's transfer memory is in use", cause=f"{self._options.pool} bytes")
-            return None
-        self._held.add(piece)
-        return piece
-
-    def _give(self, piece: int) -> None:
-        self._held.discard(piece)
-        self._pool.give(piece)
-
-    def _fill(self, fd: int, offset: int, piece: int, count: int) -> None:
-        view = self._pool.view(piece, count)
-        got = 0
-        while got < count:
-            more = os.preadv(fd, [view[got:]], offset + got)
-            if more == 0:
-                raise SizeMismatchError(f"{self._request.key} ends at {offset + got}", cause="it was cut off meanwhile")
-            got += more
-
-    def _drain(self, fd: int, offset: int, piece: int, count: int) -> None:
-        view = self._pool.view(piece, count)
-        done = 0
-        while done < count:
-            done += os.pwrite(fd, view[done:], offset + done)
-
-    def _finished(self) -> list[int]:
-        """Numbers of what has ended well, at least one. Raises for what has not, and when nothing ends in time."""
-        deadline = time.monotonic() + self._options.stall
-        while True:
-            found, others = self._connection.completions.wait(deadline - time.monotonic())
-            for item in found:
-                if item.status != load()["WC_SUCCESS"]:
-                    raise self._error(item)
-            if found:
-                return [item.wr_id for item in found]
-            if others and not self._connection.alive():
-                raise self._lost("the client closed the connection")
-            if time.monotonic() > deadline:
-                raise self._lost(f"nothing moved for {self._options.stall:g} s")
-
-    def _error(self, item: Any) -> Exception:
-        verbs = load()
-        faults = {verbs[name]: name for name in _CLIENT_FAULTS}
-        if item.status in faults:
-            name = faults[item.status].removeprefix("WC_").lower()
-            return UsageError("the client's memory is not registered as its RDMA token says", cause=name)
-        if item.status in {verbs["WC_RETRY_EXC_ERR"], verbs["WC_RNR_RETRY_EXC_ERR"], verbs["WC_WR_FLUSH_ERR"]}:
-            return self._lost(f"the client does not answer (completion status {item.status})")
-        return KvctlError(f"an RDMA transfer of {self._request.key} failed", cause=f"completion status {item.status}")
-
-    def _lost(self, why: str) -> Exception:
-        place = self._connection.place
-        error = MemberDownError(f"RDMA to the client at {place[0]}:{place[1]} broke", cause=why)
-        return error if self._moved else _StaleError(error)
 
 
 def make(settings: NodeSettings) -> VerbsEngine:

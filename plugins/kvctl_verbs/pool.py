@@ -31,6 +31,9 @@ class Pool:
 
     def memory(self, device: Device) -> Memory:
         """The pool registered with a device. Raises CapacityError or EnvError."""
+        found = self._registered.get(device.name)
+        if found is not None:
+            return found
         with self._changed:
             found = self._registered.get(device.name)
             if found is None:

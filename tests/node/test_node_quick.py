@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvctl.node.answers import rdma_token
 from kvctl.node.messages import HttpError, parse_request
 from kvctl.node.openfiles import OpenFiles
 from kvctl.node.quick import Ask
 from kvctl.node.tree import Tree
 from kvctl.testing.nodes import NodeProcess
-from kvctl.transports.node_auth import TOKEN_HEADER, Asked, MasterKey
+from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, MasterKey
 from tests.node.rawhttp import Key, Raw
 
 MIB = 1 << 20
@@ -32,6 +33,7 @@ def heads(draw: st.DrawFn) -> bytes:
         draw(st.sampled_from([f"{TOKEN_HEADER}: v1.a", f"{TOKEN_HEADER.upper()}: x", f"{TOKEN_HEADER}:x", ""])),
         draw(st.sampled_from(["range: bytes=0-9", "range: bytes=5-", "range: bytes=9-1", "range: bytes=00-007", ""])),
         draw(st.sampled_from(['if-match: "v"', "if-match: *", 'if-match: "a", "b"', "if-match: v", ""])),
+        draw(st.sampled_from(["", "x-scal-rdma: t", "x-rdma-info: t", "X-Scal-Rdma: t", "x-scal-rdma: a b"])),
         draw(st.sampled_from(["", "content-length: 3", "x-scal-rdma: t", "connection: close", " folded", "a\tb: c"])),
     ]  # fmt: skip
     if draw(st.booleans()):
@@ -59,7 +61,9 @@ def test_what_the_quick_way_understands_means_the_same_to_the_careful_way(head: 
     assert (request.get("range"), request.get("if-match")) == (ask.asked.range, ask.asked.if_match)
     assert request.get(TOKEN_HEADER) == ask.token
     assert (request.length, request.keep_alive, dict(request.query)) == (0, True, {})
-    assert set(request.headers) <= {"host", "user-agent", TOKEN_HEADER, "range", "if-match"}
+    assert set(request.headers) <= {"host", "user-agent", TOKEN_HEADER, "range", "if-match", *RDMA_HEADERS}
+    assert ask.asked.rdma == ask.rdma
+    assert rdma_token(request) == (ask.rdma, ask.dialect if ask.rdma else "scal")
     if ask.first is not None:
         assert ask.asked.range.startswith(f"bytes={head.decode().split('bytes=')[1].split('-')[0]}-")
 
@@ -75,6 +79,9 @@ def test_the_form_that_our_client_writes_is_understood() -> None:
     assert (ask.key, ask.first, ask.last, ask.version) == ("models/a", 5, 9, "v1")
     assert Ask(route.read_head("models/a", 0, 0, None)).version is None
     assert Ask(route.head("GET", "models/a")).first is None
+    for header, dialect in zip(RDMA_HEADERS, ("scal", "s3"), strict=True):
+        ask = Ask(route.head("GET", "models/a", span=(5, 9), if_match="v", rdma="1.2.3.4:5:0x6", rdma_header=header))
+        assert (ask.rdma, ask.dialect, ask.first, ask.version) == ("1.2.3.4:5:0x6", dialect, 5, "v")
     # the many reads have a writer of their own: it writes what the general one does, but for the token
     general = route.head("GET", "models/é", span=(5, 9), if_match="v").split(b"\r\n")
     own = route.read_head("models/é", 5, 9, "v").split(b"\r\n")
