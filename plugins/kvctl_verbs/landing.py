@@ -1,7 +1,7 @@
 """The client's side of RDMA connections: listeners on a device that nodes connect back to.
 
-Each worker listens at a place of its own and has one operation at a time, so that the queue pairs of an operation that
-is given up are known, and ended, without hurting others. The connections' handles belong to the landing's thread;
+Each seat listens at a place of its own and has one operation at a time, so that the queue pairs of an operation that is
+given up are known, and ended, without hurting others. The connections' handles belong to the landing's thread;
 queue pairs may be ended from any.
 """
 

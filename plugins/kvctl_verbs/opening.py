@@ -12,7 +12,8 @@ from kvctl.transports.api import Store, StoreConfig
 from kvctl.transports.options import check_names, choice, number
 from kvctl_verbs.rails import find_rails, local_addresses
 from kvctl_verbs.talk import Talk, node_talk
-from kvctl_verbs.transport import RdmaTransport, Settings
+from kvctl_verbs.transport import RdmaTransport
+from kvctl_verbs.workers import Settings
 
 _COMMON: Final = ("devices", "memory", "peers", "threads")
 _NODE: Final = (*_COMMON, "dialect", "path")

@@ -99,6 +99,15 @@ class Balance:
     @contextmanager
     def take(self, nbytes: int) -> Iterator[int | None]:
         """None when every rail is refused. An exception inside counts as the rail's failure."""
+        rail = self.choose(nbytes)
+        try:
+            yield rail
+        finally:
+            if rail is not None:
+                self.over(rail, nbytes)
+
+    def choose(self, nbytes: int) -> int | None:
+        """As `take`; `over` ends it."""
         with self._lock:
             usable = [rail for rail in range(len(self._bytes)) if rail not in self._refused]
             rail = min(usable, key=lambda one: (self._failures[one], self._bytes[one], self._order[one]), default=None)
@@ -106,12 +115,14 @@ class Balance:
                 self._turn += 1
                 self._order[rail] = self._turn
                 self._bytes[rail] += nbytes
-        try:
-            yield rail
-        finally:
-            if rail is not None:
-                with self._lock:
-                    self._bytes[rail] -= nbytes
+        return rail
+
+    def over(self, rail: int, nbytes: int, *, worked: bool | None = None) -> None:
+        """`worked`: how it went, where that says something of the rail."""
+        with self._lock:
+            self._bytes[rail] -= nbytes
+            if worked is not None:
+                self._failures[rail] = 0 if worked else self._failures[rail] + 1
 
     def failed(self, rail: int) -> None:
         with self._lock:

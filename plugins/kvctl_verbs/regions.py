@@ -62,18 +62,18 @@ class Regions:
     def __init__(self) -> None:
         self.windows: dict[str, Windows] = {}
         self._lock = threading.Lock()
-        self._regions: list[Region] = []
+        self._regions: tuple[Region, ...] = ()  # replaced, never changed: whoever looks needs no lock
 
     def add(self, address: int, nbytes: int, devices: Sequence[Device]) -> Region:
         """Raises CapacityError or EnvError."""
         made = Region(self, address, nbytes, devices)
         with self._lock:
-            self._regions.append(made)
+            self._regions = (*self._regions, made)
         return made
 
     def remove(self, region: Region) -> None:
-        with self._lock, contextlib.suppress(ValueError):
-            self._regions.remove(region)
+        with self._lock:
+            self._regions = tuple(one for one in self._regions if one is not region)
 
     @contextlib.contextmanager
     def covering(self, device: Device, address: int, length: int, *, writable: bool) -> Iterator[int]:
@@ -81,7 +81,7 @@ class Regions:
         operation alone that lets the other end do no more than it has to.
         """
         assert length <= MAX_SIZE
-        found = self._find(device.name, address, length)
+        found = self.find(device.name, address, length)
         if found is not None and device.name in self.windows:
             with self.windows[device.name].bound(found, address, length, writable=writable) as rkey:
                 yield rkey
@@ -95,12 +95,12 @@ class Regions:
         finally:
             memory.close()
 
-    def _find(self, name: str, address: int, length: int) -> Memory | None:
-        with self._lock:
-            for region in self._regions:
-                for memory in region.memories.get(name, ()):
-                    if memory.address <= address and address + length <= memory.address + memory.length:
-                        return memory
+    def find(self, name: str, address: int, length: int) -> Memory | None:
+        """The registration with a device that has all of the range."""
+        for region in self._regions:
+            for memory in region.memories.get(name, ()):
+                if memory.address <= address and address + length <= memory.address + memory.length:
+                    return memory
         return None
 
     def end_windows(self) -> None:
@@ -111,6 +111,6 @@ class Regions:
 
     def close(self) -> None:
         with self._lock:
-            ended, self._regions = self._regions, []
+            ended, self._regions = self._regions, ()
         for region in ended:
             region.end()

@@ -33,6 +33,11 @@ class Talk(Protocol):
     def server(self) -> str: ...
     @property
     def host(self) -> str: ...
+    @property
+    def timeout(self) -> float:
+        """Seconds that an answer may take."""
+        ...
+
     def describe(self, op: Op) -> str:
         """The request of an operation, for -v, without its token."""
         ...
@@ -67,6 +72,7 @@ class NodeTalk:
         self._plain = plain
         self._route = Route(store.access, place)
         self._dialect = NodeDialect(store, place, 0)
+        self.timeout = self._dialect.timeout
 
     def describe(self, op: Op) -> str:
         where = f"{self.endpoint}{'' if self._plain else '/v1'}/{encode_key(self._store.full_key(op.key))}"

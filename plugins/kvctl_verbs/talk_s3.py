@@ -26,6 +26,7 @@ class S3Talk:
         self.host = urlsplit(endpoint).hostname or ""
         # the body is empty: its hash costs nothing
         self._dialect = S3Dialect(store, endpoint, sign_payload=True, receive_buffer=0)
+        self.timeout = self._dialect.timeout
 
     def describe(self, op: Op) -> str:
         return f"{self._dialect.describe(op)} ({RDMA_HEADERS[1]})"

@@ -1,389 +1,167 @@
 """Bulk by RDMA: small HTTP requests with a token that names memory instead of a body; the server moves the bytes.
 
-One transport per endpoint. Each of its threads has an HTTP connection and, per device, a listener of its own that the
-server connects back to. An answer counts when it says that exactly the range, version and size asked for was placed.
-Where it does not come, or tells of trouble, the queue pairs of that thread are destroyed before its operation ends:
-from then on nothing reaches the memory.
+One transport per endpoint. Each operation has a seat for itself: an HTTP connection and, per device, a listener that
+the server connects back to. Reads are asked for by the thread that polls, where a seat is ready (`inline.py`), all else
+is done by worker threads that block (`workers.py`). No more are under way than there may be threads; the others wait in
+a line, and are begun when `poll` has told of an end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Final
+import time
+from collections import deque
+from collections.abc import Sequence
 
-from kvctl.core.errors import (
-    AuthError,
-    EnvError,
-    IncompatibleError,
-    KvctlError,
-    TransientError,
-    UsageError,
-)
-from kvctl.memory.buffers import Buffer, HostBuffer
-from kvctl.transports.api import HOST_KINDS, Capabilities, Op, Registration
-from kvctl.transports.threaded import AbandonedError, NoRegistration, OpCancelledError, ThreadedTransport
-from kvctl.transports.wire import ClosedError, Connection, ProtocolError, converse
-from kvctl_verbs.answers import check_empty, check_placed
-from kvctl_verbs.landing import Landing, Port
-from kvctl_verbs.policy import Network
-from kvctl_verbs.queues import Patience
-from kvctl_verbs.rails import Balance, Rail
-from kvctl_verbs.regions import Region, Regions
+from kvctl.core.errors import EnvError, KvctlError
+from kvctl.transports.api import Completion, Op, Status
+from kvctl.transports.wire import Head
+from kvctl_verbs.answers import check_placed
+from kvctl_verbs.inline import Asked, Inline
+from kvctl_verbs.seats import Seat
 from kvctl_verbs.talk import Talk
-from kvctl_verbs.token import MAX_SIZE, RcToken
-from kvctl_verbs.windows import Windows
-
-_NEVER_BEGUN: Final = frozenset({400, 401, 403, 404, 405, 411, 412, 413, 416, 431, 501})
-_NOT_PINNED: Final = (errno.EFAULT, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
+from kvctl_verbs.token import RcToken
+from kvctl_verbs.workers import RdmaWorkers, Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """`rails`: devices to use; `peers`: addresses that may connect back, and `networks` of such; `arenas`: register
-    what a load lands in as a whole; `windows`: and let each operation in by a memory window of its own; `most`: bytes
-    that one token can name.
-    """
-
-    threads: int
-    rails: tuple[Rail, ...]
-    peers: tuple[str, ...]
-    networks: tuple[Network, ...] = ()
-    arenas: bool = True
-    windows: bool = False
-    most: int = MAX_SIZE
-    patience: Patience = field(default_factory=Patience)
-
-
-class _Worker(threading.local):
-    """What one thread keeps between operations."""
-
-    connection: Connection | None = None
-    ports: dict[int, Port] | None = None  # by rail
-    bounce: HostBuffer | None = None
-    bounce_region: Region | None = None
-
-
-@dataclass(eq=False)
-class _Running:
-    """An operation under way, for whoever cancels it."""
-
-    connection: Connection | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Registered memory of one operation. `copy`: where that is not the operation's own."""
-
-    address: int
-    rkey: int
-    copy: memoryview | None = None
-
-
-@dataclass(slots=True)
-class _Over:
-    """Whether an operation's answer means that nothing is in flight any more."""
-
-    over: bool = False
-
-
-class _StaleError(Exception):
-    """The node had closed the idle HTTP connection: the same request again over a new one."""
-
-
-def _part(op: Op, start: int, length: int) -> Op:
-    """A part of a read: all of it, unless that is more than a token can name."""
-    if length == op.length:
-        return op
-    return replace(op, offset=op.offset + start, buffer_offset=op.buffer_offset + start, length=length)
-
-
-class RdmaTransport(ThreadedTransport):
+class RdmaTransport(RdmaWorkers):
     """See `kvctl.transports.api.Transport`."""
 
     def __init__(self, name: str, talk: Talk, settings: Settings) -> None:
         """Raises EnvError when a device cannot be used."""
-        super().__init__(Capabilities(memory_kinds=HOST_KINDS, max_in_flight=settings.threads, one_sided=True))
-        self.name = name
-        self.endpoint = talk.endpoint
-        self._talk = talk
-        self._settings = settings
-        self._worker = _Worker()
-        self._running_now: dict[int, _Running] = {}
-        self._guard = threading.Lock()
-        self._regions = Regions()
-        self._bounces = False
-        self._balance = Balance(len(settings.rails))
-        self._landings: list[Landing] = []
-        try:
-            for rail in settings.rails:
-                landing = Landing(rail.device, rail.ip, settings.peers, settings.networks, settings.patience)
-                self._landings.append(landing)
-                if settings.windows:
-                    self._regions.windows[rail.device] = Windows(landing.device)
-        except BaseException:
-            self._regions.end_windows()
-            self._end_landings()
-            raise
+        super().__init__(name, talk, settings)
+        self._inline = Inline(self)
+        self._line: deque[Op] = deque()  # waits for others to end
+        self._under_way = 0
+        self._starting: set[int] = set()  # out of the line, and not yet where `cancel` finds it
+        self._late: set[int] = set()  # cancelled meanwhile
 
-    def describe(self, op: Op) -> str:
-        """The request an operation becomes, for -v; its token is shown nowhere."""
-        return self._talk.describe(op)
-
-    def register(self, buffer: Buffer) -> Registration:
-        """One registration per device. Memory of files is left to the single operations: pinning all of a file that
-        may be larger than memory is not for us. So is everything with `memory=op`, where a node that writes past its
-        range is stopped by the device.
-        """
-        super().register(buffer)
-        if not self._settings.arenas or buffer.kind == "shared" or buffer.nbytes == 0:
-            return NoRegistration()
-        return self._regions.add(buffer.address, buffer.nbytes, [landing.device for landing in self._landings])
-
-    # -- one operation, on a worker thread -----------------------------------------------------------------
-
-    def perform(self, op: Op) -> int:
-        if op.kind == "write" and (op.offset != 0 or (op.object_size is not None and op.object_size != op.length)):
-            raise UsageError(f"{self._talk.url}: {op.key}: {self.name} writes whole objects only")
-        if op.kind == "read" and op.length <= 0:
-            raise UsageError(f"{self._talk.url}: {op.key}: a read of {op.length} bytes makes no sense")
-        running = _Running()
+    def submit(self, ops: Sequence[Op]) -> None:
         with self._guard:
-            self._running_now[op.id] = running
-        try:
-            if op.kind == "write":
-                return self._perform(op, running)
-            most = self._settings.most
-            starts = range(0, op.length, most)
-            return sum(self._perform(_part(op, start, min(most, op.length - start)), running) for start in starts)
-        finally:
-            with self._guard:
-                self._running_now.pop(op.id, None)
+            if self._ended:
+                raise EnvError(f"transport {self.name} is closed")
+            self._line.extend(ops)
+            found = self._next()
+        self._go_on(found)
 
-    def _perform(self, op: Op, running: _Running) -> int:
-        requests = 0
-        refusal_seen: KvctlError | None = None
-        while True:
-            with self._balance.take(op.length) as rail:
-                if rail is None:
-                    raise AuthError(
-                        f"{self.endpoint}: {self._talk.server} connects to none of this host's RDMA addresses",
-                        cause=f"{', '.join(item.ip for item in self._settings.rails)}; {refusal_seen or 'as before'}",
-                        hint="start the node with --rdma-allow CIDR, or name the right devices with devices=NAME,..",
-                    )
-                requests += 1
-                try:
-                    self._over(op, rail, running)
-                except _StaleError:
-                    continue
-                except AuthError as problem:
-                    if not self._talk.refuses_address(problem):
-                        raise  # a matter of keys: the same on every device
-                    refusal_seen = problem
-                    self._balance.refuse(rail)
-                    continue
-                except TransientError:
-                    self._balance.failed(rail)
-                    raise
-                self._balance.worked(rail)
-                return requests
-
-    def _over(self, op: Op, rail: int, running: _Running) -> None:
-        landing = self._landings[rail]
-        connection, reused = self._connect(op)
-        port = self._port(rail)
+    def poll(self, timeout: float | None) -> list[Completion]:
+        done = self._poll(timeout)
         with self._guard:
-            running.connection = connection
-        if self.is_cancelled(op.id):
-            raise OpCancelledError
-        try:
-            with self._memory(op, landing) as memory:
-                with self._severed_unless_over(op, port) as over:
-                    token = RcToken(landing.ip, port.number, memory.address, op.length, memory.rkey)
-                    error = self._exchange(op, connection, token, over)
-                if error is None and memory.copy is not None and op.kind == "read":
-                    op.view[:] = memory.copy
-        except (OSError, ProtocolError) as problem:
-            self._drop()
-            if self.is_cancelled(op.id):
-                raise OpCancelledError from None
-            if isinstance(problem, ClosedError) and problem.before_answer and reused:
-                raise _StaleError from None  # an idle connection, closed by the node at the same moment
-            if isinstance(problem, ProtocolError):
-                raise IncompatibleError(
-                    f"{self.endpoint}: {op.key}: not an answer of {self._talk.server}", cause=str(problem)
-                ) from problem
-            raise self._talk.broken(op, problem) from problem
-        except BaseException:
-            self._drop()
-            raise
-        if error is not None:
-            raise self._explained(error, landing)
+            self._under_way -= len(done)
+            found = self._next()
+        self._go_on(found)
+        return done
 
-    def _exchange(self, op: Op, connection: Connection, token: RcToken, over: _Over) -> KvctlError | None:
-        """One request and its answer; the error that the node answers with. Sets `over` when the answer means that
-        nothing is in flight any more.
-        """
-        if self._has_body(op):
-            head = converse(connection, self._talk.head(op, None), op.view)
-        else:
-            connection.send(self._talk.head(op, token.text() if op.length else ""))
-            head = connection.read_head()
-        if not 200 <= head.status < 300:
-            body = connection.read_small(head)
-            if body is None or not head.keep_alive:
-                self._drop()
-            # what makes no sense was never begun; after other failures a server may still be at it
-            over.over = head.status in _NEVER_BEGUN
-            return self._talk.refusal(op, head, body or b"")
-        name = f"{self._talk.url}: {op.key}"
-        if op.kind == "read":
-            check_placed(name, op, head)
-        elif head.status != 204:
-            check_empty(name, head)
-        over.over = True
-        if not head.keep_alive or connection.interrupted:
-            self._drop()
-        return None
+    def _next(self) -> list[tuple[Op, Seat | None]]:
+        """What there is room for, with a seat that is ready (under the guard)."""
+        found: list[tuple[Op, Seat | None]] = []
+        while self._line and self._under_way < self._settings.threads and not self._ended:
+            self._under_way += 1
+            self._starting.add(self._line[0].id)
+            ready = bool(self._seats) and self._seats[-1].connection is not None
+            found.append((self._line.popleft(), self._seats.pop() if ready else None))
+        return found
 
-    def _has_body(self, op: Op) -> bool:
-        """Objects that no token can name go up in a request's body: a PUT takes the whole object at once."""
-        return op.kind == "write" and op.length > self._settings.most
-
-    @contextlib.contextmanager
-    def _severed_unless_over(self, op: Op, port: Port) -> Iterator[_Over]:
-        """However it ends: unless the answer said so, nothing reaches the memory any more because the queue pairs are
-        gone.
-        """
-        over = _Over()
-        try:
-            yield over
-        finally:
-            if not over.over:
-                try:
-                    port.sever()
-                except Exception as problem:
-                    raise AbandonedError(
-                        TransientError(
-                            f"{self.endpoint}: {op.key}: a transfer could not be ended", cause=str(problem),
-                            hint="run the same command again",
-                        )
-                    ) from problem  # fmt: skip
-
-    def _explained(self, error: KvctlError, landing: Landing) -> KvctlError:
-        """A node that could not connect because we turned it away is told from one that cannot reach us."""
-        if isinstance(error, TransientError) and landing.refused:
-            error.hint = f"{landing.refused} tried to connect: allow it with --transport-opt peers={landing.refused}"
-        return error
-
-    @contextlib.contextmanager
-    def _memory(self, op: Op, landing: Landing) -> Iterator[_Range]:
-        """The registered memory of an operation."""
-        if op.length == 0 or self._has_body(op):
-            yield _Range(0, 0)
+    def _go_on(self, found: Sequence[tuple[Op, Seat | None]]) -> None:
+        if not found:
             return
-        address = op.buffer.address + op.buffer_offset
-        with contextlib.ExitStack() as held:
-            rkey = self._pinned(held, op, landing, address)
-            if rkey is not None:
-                yield _Range(address, rkey)
-                return
-            bounce = self._bounce(op.length)
-            if op.kind == "write":
-                bounce.view[: op.length] = op.view
-            rkey = held.enter_context(
-                self._regions.covering(landing.device, bounce.address, op.length, writable=op.kind == "read")
-            )
-            yield _Range(bounce.address, rkey, bounce.view[: op.length])
-
-    def _pinned(self, held: contextlib.ExitStack, op: Op, landing: Landing, address: int) -> int | None:
-        """The rkey of the range itself; None for memory that the kernel lets no device write to: pages of files, since
-        Linux 6.5, are gone through with memory of this thread's own, at the cost of a copy.
-        """
-        if self._bounces and op.buffer.kind == "shared":
-            return None
-        covering = self._regions.covering(landing.device, address, op.length, writable=op.kind == "read")
-        try:
-            return held.enter_context(covering)
-        except EnvError as problem:
-            if op.buffer.kind != "shared" or problem.details.get("errno") not in _NOT_PINNED:
-                raise
-            self._bounces = True
-            return None
-
-    def _bounce(self, length: int) -> HostBuffer:
-        """Memory for `length` bytes, the thread's own, registered once."""
-        worker = self._worker
-        if worker.bounce is None or worker.bounce.nbytes < length:
-            self._free_bounce()
-            worker.bounce = HostBuffer(length)
-            devices = [landing.device for landing in self._landings]
-            worker.bounce_region = self._regions.add(worker.bounce.address, length, devices)
-        return worker.bounce
-
-    def _free_bounce(self) -> None:
-        worker = self._worker
-        if worker.bounce_region is not None:
-            worker.bounce_region.close()
-        if worker.bounce is not None:
-            worker.bounce.close()
-        worker.bounce = worker.bounce_region = None
-
-    # -- what a thread owns --------------------------------------------------------------------------------
-
-    def _connect(self, op: Op) -> tuple[Connection, bool]:
-        """The HTTP connection of this thread, and whether it served before."""
-        connection = self._worker.connection
-        if connection is not None:
-            if not connection.is_stale():
-                return connection, True
-            self._drop()
-        try:
-            connection = self._talk.connect()
-        except OSError as problem:
-            raise self._talk.broken(op, problem) from problem
-        self._worker.connection = connection
-        return connection, False
-
-    def _drop(self) -> None:
-        connection, self._worker.connection = self._worker.connection, None
-        if connection is not None:
-            connection.close()
-
-    def _port(self, rail: int) -> Port:
-        if self._worker.ports is None:
-            self._worker.ports = {}
-        port = self._worker.ports.get(rail)
-        if port is None or port.severed:
-            port = self._worker.ports[rail] = self._landings[rail].listen()
-        return port
-
-    def close_worker(self) -> None:
-        self._drop()
-        for port in (self._worker.ports or {}).values():
-            with contextlib.suppress(Exception):  # close ends what is left, and says so
-                port.sever()
-        self._worker.ports = None
-        self._free_bounce()
-
-    # -- from other threads --------------------------------------------------------------------------------
-
-    def interrupt(self, op_id: int) -> None:
+        for op, seat in found:
+            try:
+                if seat is None or not self._begin(op, seat):
+                    super().submit([op])
+            except EnvError:  # closed meanwhile
+                self._tell_cancelled([op])
         with self._guard:
-            running = self._running_now.get(op_id)
-            if running is not None and running.connection is not None:
-                running.connection.shutdown()
+            late, self._late = self._late, set()
+            self._starting.clear()
+        if late:
+            self.cancel(list(late))
+
+    def _begin(self, op: Op, seat: Seat) -> bool:
+        """Ask for a read at once, where what takes time is there: registered memory, and a connection."""
+        settings, connection = self._settings, seat.connection
+        address = op.buffer.address + op.buffer_offset
+        if (
+            op.kind != "read"
+            or not 0 < op.length <= settings.most
+            or settings.windows
+            or connection is None
+            or self._regions.find(settings.rails[0].device, address, op.length) is None
+            or connection.is_stale()
+            or (rail := self._balance.choose(op.length)) is None
+        ):
+            self._give_back(seat)
+            return False
+        try:
+            port = self._port(seat, rail)
+            memory = self._regions.find(settings.rails[rail].device, address, op.length)
+            if memory is not None:
+                token = RcToken(port.landing.ip, port.number, address, op.length, memory.rkey)
+                asked = Asked(op, seat, connection, rail, port, self._talk.timeout)
+                if self._inline.start(asked, self._talk.head(op, token.text())):
+                    return True
+        except KvctlError:
+            pass  # a worker meets it again, and tells
+        self._balance.over(rail, op.length)
+        self._give_back(seat)
+        return False
+
+    def _poll(self, timeout: float | None) -> list[Completion]:
+        until = None if timeout is None else time.monotonic() + timeout
+        left = timeout
+        while self._inline.busy:
+            done = self._inline.step(left if self._outbox.empty() else 0.0)
+            if not self._outbox.empty():
+                done += super().poll(0)
+            if done or left == 0:
+                return done
+            if until is not None:
+                left = max(0.0, until - time.monotonic())
+        return super().poll(left)
+
+    def tell(self) -> None:
+        self._inline.wake()
+
+    def judge(self, op: Op, head: Head) -> bool:
+        if not 200 <= head.status < 300:
+            return False
+        check_placed(f"{self._talk.url}: {op.key}", op, head)
+        return True
+
+    def release(self, asked: Asked, status: Status) -> None:
+        worked = {Status.DONE: True, Status.FAILED: False}.get(status)
+        self._balance.over(asked.rail, asked.op.length, worked=worked)
+        self._give_back(asked.seat)
+
+    def again(self, op: Op) -> None:
+        super().submit([op])
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        wanted = set(ids)
+        with self._guard:
+            waiting = [op for op in self._line if op.id in wanted]
+            self._line = deque(op for op in self._line if op.id not in wanted)
+            self._late |= wanted & self._starting
+            self._under_way += len(waiting)  # until they are told
+        self._tell_cancelled(waiting)
+        self._inline.cancel(wanted)
+        super().cancel(ids)
+
+    def _tell_cancelled(self, ops: Sequence[Op]) -> None:
+        """Those that were never begun."""
+        with self._lock:
+            self._outstanding += len(ops)
+        for op in ops:
+            self._outbox.put(Completion(op.id, Status.CANCELLED, requests=0))
+        if ops:
+            self.tell()
 
     def close(self) -> None:
+        with self._guard:
+            if self._ended:
+                return
+            self._ended = True
+            waiting, self._line = list(self._line), deque()
+            self._under_way += len(waiting)
+        self._inline.close()
+        self._tell_cancelled(waiting)
         super().close()
-        self._regions.end_windows()
-        self._end_landings()
-        self._regions.close()
-
-    def _end_landings(self) -> None:
-        landings, self._landings = self._landings, []
-        for landing in landings:
-            landing.close()

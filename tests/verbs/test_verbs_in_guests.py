@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rdma
 
 
 @pytest.mark.parametrize(
-    "file", ["inside_strangers.py", "inside_faults.py", "inside_windows.py", "inside_quick.py"]
+    "file", ["inside_strangers.py", "inside_faults.py", "inside_windows.py", "inside_quick.py", "inside_inline.py"]
 )
 def test_inside_a_guest(run_inside: Callable[..., str], file: str) -> None:
     run_inside(f"tests/verbs/{file}", 400)

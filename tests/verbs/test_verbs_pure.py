@@ -277,6 +277,14 @@ def test_rails_are_taken_by_outstanding_bytes_and_failed_ones_last() -> None:
     balance.worked(second)
     with balance.take(1) as one, balance.take(1) as other:
         assert {one, other} == {0, 1}
+    chosen = balance.choose(1)
+    assert chosen is not None
+    balance.over(chosen, 1, worked=False)
+    assert [balance.choose(0), balance.choose(0)] == [1 - chosen] * 2
+    balance.over(chosen, 0)
+    assert balance.choose(0) == 1 - chosen, "that it ended says nothing of the rail"
+    balance.over(chosen, 0, worked=True)
+    assert {balance.choose(0), balance.choose(0)} == {0, 1}
     balance.refuse(0)
     with balance.take(1) as one:
         assert one == 1
