@@ -1,5 +1,5 @@
-"""Whether large files are written past the page cache. They come from memory that stays as it is, and nobody reads
-all of them soon: O_DIRECT takes no copy, and throws nothing out of the page cache that engines need. Whether a folder
+"""Whether a checkpoint is written past the page cache. It comes from memory that stays as it is, and nobody reads all
+of it soon: O_DIRECT takes no copy, and throws nothing out of the page cache that engines need. Whether a folder
 takes it is known to the plug-in that writes there.
 """
 

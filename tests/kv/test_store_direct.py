@@ -1,4 +1,4 @@
-"""Large sessions are written to files past the page cache, from where they lie, and are the sessions that they were."""
+"""Asked to, a push writes to files past the page cache, from where the KV lies, and the session is what it was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.context import Context
-from kvctl.kv import push as pushing
 from kvctl.kv.identity import Group
 from kvctl.kv.pull import PullSession, pull_session
 from kvctl.kv.push import PushSession, push_session
@@ -66,14 +65,12 @@ def moved_to(known: MemorySource, place: int) -> MemorySource:
 
 
 @pytest.mark.parametrize("place", [0, 64])
-def test_a_large_session_is_written_past_the_page_cache(
-    disk: Path, ctx: Context, monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    monkeypatch.setattr(pushing, "PAST_CACHE", BYTES)
+def test_a_session_is_written_past_the_page_cache(disk: Path, ctx: Context, place: int) -> None:
     tokens = some_tokens(TOKENS)
     kv = moved_to(source(descriptor(GROUP), tokens), place)
     repo = make_repo(file_stores(disk), ctx)
-    report = push_session(PushSession(repo, "alice/chat", kv, pack_bytes=2 << 20), ctx)
+    past = {"direct": "true"}
+    report = push_session(PushSession(repo, "alice/chat", kv, pack_bytes=2 << 20, transport_options=past), ctx)
     assert (report.bytes, report.notes) == (BYTES + 4 * 4096, [])  # the last block is stored whole
     chunks = [path for path in disk.rglob("chunks/*/*") if path.is_file()]
     assert len(chunks) == report.extra["packs_written"] == 3
