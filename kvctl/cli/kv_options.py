@@ -54,6 +54,14 @@ tokens_option = option(
     help="The transcript's token ids: a JSON list, or u32 little endian if it ends in .bin.",
 )
 rate_option = option("--max-rate", type=Size(), setting="max_rate", metavar="SIZE", help="Cap in bytes per second.")
+codec_option = option(
+    "--codec",
+    type=click.Choice(("none", "zstd", "fp8")),
+    default="none",
+    envvar=None,
+    help="How packs are stored: fp8 is lossy, and the manifest says so.",
+)
+label_option = option("--label", "labels", multiple=True, metavar="K=V", envvar=None, help="A label; repeat for more.")
 model_options = stack(
     option(
         "--model",

@@ -13,7 +13,7 @@ from typing import Final
 from kvctl.core.addresses import StoreConfig, parse_store
 from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.seams import LayerKv, Layout, MemorySource
-from kvctl.memory.buffers import PAGE, HostBuffer
+from kvctl.memory.buffers import HostBuffer
 from kvctl.testing.models import Spec
 from kvctl.weights.safetensors import header_size, parse_header
 from scripts.bench import model
@@ -73,16 +73,14 @@ def members(setup: Setup) -> tuple[StoreConfig, ...]:
 
 
 def read_file(folder: str, file: ModelFile) -> tuple[HostBuffer, Mapping[str, memoryview]]:
-    """The file in memory of this process, its tensors from the beginning of a page on, as bundles and the plug-in for
-    vLLM have them; and the tensors by name.
-    """
-    buffer = HostBuffer(file.size + PAGE)
+    """The file in memory of this process, and its tensors by name."""
+    buffer = HostBuffer(file.size)
     with open(os.path.join(folder, file.name), "rb", buffering=0) as source:
-        start = header_size(os.pread(source.fileno(), 8, 0), file.size, file.name)
-        where = buffer.view[-start % PAGE :][: file.size]
         done = 0
         while done < file.size:
-            done += source.readinto(where[done:])
+            done += source.readinto(buffer.view[done:])
+    where = buffer.view
+    start = header_size(bytes(where[:8]), file.size, file.name)
     header = parse_header(bytes(where[:start]), file.size, file.name)
     return buffer, {tensor.name: where[start + tensor.start : start + tensor.end] for tensor in header.tensors}
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from kvctl.memory.buffers import PAGE
 from scripts.bench import kv_data
 from scripts.bench.kv_rivals import Many
 from scripts.bench.rival import ModelFile, Rival, Setup, UnavailableError
@@ -74,7 +73,7 @@ class Backend:
         memory, _ = kv_data.read_file(folder, file)
         total = kv_data.tokens_of(file)
         chunks: list[MemoryObj] = []
-        at = -(-file.data_start // PAGE) * PAGE  # where `read_file` lets the tensors begin
+        at = file.data_start
         for begin in range(0, total, CHUNK_TOKENS):
             tokens = min(CHUNK_TOKENS, total - begin)
             shape = self._torch.Size([2, kv_data.LAYERS, tokens, kv_data.HEADS * kv_data.DIM])

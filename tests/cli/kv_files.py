@@ -7,7 +7,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
-from kvctl.kv.bundle import write_bundle
+from kvctl.kv.bundle import read_bundle, write_bundle
 from kvctl.kv.identity import Descriptor, Group
 from kvctl.kv.seams import LayerKv
 
@@ -49,3 +49,9 @@ def bundle_at(
 
 def other_weights(digest: str) -> Descriptor:
     return replace(MEANING, weights=digest)
+
+
+def kv_of(path: Path) -> tuple[int, bytes]:
+    """Tokens, and all bytes of the tensors."""
+    with read_bundle(str(path)) as bundle:
+        return bundle.tokens, b"".join(bytes(kv.k) + bytes(kv.v) for _, kv in sorted(bundle.layers.items()))

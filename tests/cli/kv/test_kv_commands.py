@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,46 +10,10 @@ import jsonschema
 import pytest
 
 from kvctl.kv.bundle import read_bundle
-from tests.cli.inside import program_inside
-from tests.cli.kv_files import PER_TOKEN, WEIGHTS, bundle_at, other_weights, tokens_of
-from tests.cli.program import PROGRAM, Kvctl
+from tests.cli.kv_files import PER_TOKEN, WEIGHTS, bundle_at, kv_of, other_weights, tokens_of
+from tests.cli.program import Kvctl
 
 SCHEMA = json.loads(files("kvctl.cli").joinpath("schemas/report.schema.json").read_text(encoding="utf-8"))
-CONFIG = 'default_repo = "a"\n' + "".join(f'[[repos.{name}.stores]]\nurl = "./{name}"\n' for name in "ab")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Repos a (the default) and b; a holds alice/chat@1 (100 tokens), alice/chat@2 (130, the same first 100) and
-    bob/other@1, which were pushed from the bundles beside them.
-    """
-    folder = tmp_path_factory.mktemp("kv")
-    kvctl = program_inside(folder)
-    (folder / "kvctl.toml").write_text(CONFIG)
-    for name in "ab":
-        assert kvctl("repo", "init", "-r", name).code == 0
-    for count, seed, session in ((100, 0, "alice/chat"), (130, 0, "alice/chat"), (64, 1, "bob/other")):
-        source = bundle_at(folder / f"{seed}-{count}.safetensors", count, seed=seed)
-        done = kvctl("kv", "push", f"bundle:{source}", session, "--with-tokens")
-        assert done.code == 0, done.err
-    return folder
-
-
-@pytest.fixture
-def lab(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
-@pytest.fixture
-def kvctl(tmp_path: Path) -> Kvctl:
-    return program_inside(tmp_path)
-
-
-def kv_of(path: Path) -> tuple[int, bytes]:
-    """Tokens, and all bytes of the tensors."""
-    with read_bundle(str(path)) as bundle:
-        return bundle.tokens, b"".join(bytes(kv.k) + bytes(kv.v) for _, kv in sorted(bundle.layers.items()))
 
 
 def test_a_bundle_comes_back_as_it_was(kvctl: Kvctl, lab: Path) -> None:
@@ -163,16 +124,6 @@ def test_a_prefix_goes_into_the_bundle(kvctl: Kvctl, lab: Path) -> None:
     assert done.code == 0, done.err
     with read_bundle(str(lab / "x.safetensors")) as bundle:
         assert (bundle.tokens, bundle.token_ids) == (48, tokens_of(48))
-
-
-def test_streams_carry_a_session_from_repo_to_repo(kvctl: Kvctl, lab: Path, surroundings: dict[str, str]) -> None:
-    script = f'"{PROGRAM}" kv pull alice/chat --into - | "{PROGRAM}" kv push - b:carol/copy --with-tokens'
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", script], env=surroundings, cwd=lab, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert kvctl("kv", "pull", "b:carol/copy", "--into", "bundle:y.safetensors").code == 0
-    assert kv_of(lab / "y.safetensors") == kv_of(lab / "0-130.safetensors")
 
 
 def test_ranks_and_layers_are_bundles_of_their_own(kvctl: Kvctl, lab: Path) -> None:
@@ -363,19 +314,6 @@ def test_a_model_of_other_weights_is_refused_before_anything_moves(kvctl: Kvctl,
     assert kvctl("kv", "pull", "alice/chat", "--model", model, "-n").code == 8
 
 
-def test_export_and_import_of_a_folder(kvctl: Kvctl, lab: Path) -> None:
-    done = kvctl("kv", "export", "*/*", "--to", "out", "-o", "json")
-    assert done.code == 0, done.err
-    assert {row["session"] for row in done.document["sessions"]} == {"alice/chat@2", "bob/other@1"}
-    back = kvctl("kv", "import", "out", "-r", "b", "--with-tokens", "-o", "json")
-    assert back.code == 0, back.err
-    assert {row["session"] for row in back.document["sessions"]} == {"alice/chat@1", "bob/other@1"}
-    bundle_at(lab / "out" / "dan" / "mute.safetensors", 16, seed=8, with_ids=False)
-    partly = kvctl("kv", "import", "out", "-r", "b", "-o", "json")
-    assert partly.code == 3
-    assert {row["session"]: bool(row["problem"]) for row in partly.document["sessions"]}["dan/mute"]
-
-
 def test_damage_ends_with_3_and_with_strict_7(kvctl: Kvctl, lab: Path) -> None:
     chunks = [path for path in (lab / "a" / "chunks").glob("*/*") if path.stat().st_size > 8192]
     for path in chunks:
@@ -472,27 +410,6 @@ def test_copies_of_a_glob_are_one_document_and_one_that_fails_stops_no_other(kvc
     assert partly.error["details"] == {"failed": ["alice/chat@2"]}
 
 
-def test_two_generations_of_a_session_are_not_exported_over_each_other(kvctl: Kvctl, lab: Path) -> None:
-    done = kvctl("kv", "export", "alice/chat@*", "--to", "out", "-o", "json")
-    assert done.code == 2
-    assert "alice/chat@1 and alice/chat@2" in done.error["what"]
-    assert not (lab / "out").exists()
-    assert kvctl("kv", "export", "alice/chat@1", "alice/chat@1", "--to", "out").code == 0
-
-
-def test_a_pipe_and_a_broken_link_in_a_folder_of_bundles_are_told(kvctl: Kvctl, lab: Path) -> None:
-    assert kvctl("kv", "export", "*/*", "--to", "out").code == 0
-    os.mkfifo(lab / "out" / "bob" / "pipe.safetensors")
-    (lab / "out" / "bob" / "link.safetensors").symlink_to("none")
-    done = kvctl("kv", "import", "out", "-r", "b", "-o", "json")
-    assert done.code == 3
-    problems = {row["session"]: row["problem"] for row in done.document["sessions"]}
-    assert "is no file" in problems["bob/pipe"]
-    assert "there is no" in problems["bob/link"]
-    assert not problems["bob/other@1"]
-    assert kvctl("kv", "push", f"bundle:{lab}/out/bob/pipe.safetensors", "a/b").code == 10
-
-
 @pytest.mark.parametrize("layers", ["0-99999999999", "²", "3-1", "0-99999", "1-2-3", ""])
 def test_layers_that_no_model_has_are_2_at_once(kvctl: Kvctl, lab: Path, layers: str) -> None:
     assert kvctl("kv", "pull", "alice/chat", "--layers", layers).code == 2
@@ -505,16 +422,3 @@ def test_token_files_that_hold_no_tokens_are_2(kvctl: Kvctl, lab: Path, text: st
     (lab / "t.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     done = kvctl("kv", "pull", "alice/chat", "--tokens", "t.json", "-o", "json")
     assert done.code == 2, done.err
-
-
-def test_a_bundle_whose_reader_leaves_is_told(lab: Path, surroundings: dict[str, str]) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [PROGRAM, "kv", "pull", "alice/chat", "--into", "-", "-o", "json"], env=surroundings, cwd=lab, stdout=write,
-        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    os.close(write)
-    assert done.returncode == 10
-    assert "the stream cannot be written" in done.stderr
-    assert "Exception" not in done.stderr
