@@ -19,6 +19,7 @@ import blake3
 
 from kvctl.checkpoint import names
 from kvctl.checkpoint.catalog import Catalog
+from kvctl.checkpoint.direct import write_options
 from kvctl.checkpoint.folder import Folder
 from kvctl.checkpoint.gentle import gently
 from kvctl.checkpoint.latency import Latencies
@@ -33,7 +34,6 @@ from kvctl.core.context import Context
 from kvctl.core.errors import ConflictError, InterruptedRunError, UsageError
 from kvctl.memory.buffers import Buffer
 from kvctl.repo.locking import LockingStore
-from kvctl.transfer.direct import write_options
 from kvctl.transfer.execute import Executor
 from kvctl.transfer.lanes import LaneSet, Member, open_lanes, open_member
 from kvctl.transfer.report import Report, Verification

@@ -15,8 +15,7 @@ from kvctl.kv.seams import LayerKv, MemorySink, MemorySource
 from kvctl.memory.buffers import PAGE, HostBuffer
 from kvctl.repo.check import Share, check
 from kvctl.repo.repo import Repo
-from kvctl.transfer.direct import write_options
-from tests.kv.world import descriptor, file_stores, make_repo, mem_stores, some_tokens, source
+from tests.kv.world import descriptor, file_stores, make_repo, some_tokens, source
 
 GROUP = Group("full", (0, 1), 4, 128, 128)
 TOKENS = 1_500  # the last pack ends inside a block, so that its fragments are no pages
@@ -82,12 +81,3 @@ def test_a_session_is_written_past_the_page_cache(disk: Path, ctx: Context, plac
     for layer in GROUP.layers:
         assert sink.layers[0, layer] == kv.layer(0, layer)
     sink.close()
-
-
-def test_options_say_direct_only_where_all_members_are_files_and_nobody_else_said_it(tmp_path: Path) -> None:
-    files, memory = file_stores(tmp_path, 2), mem_stores(1)
-    assert write_options(files, "auto", {"threads": "2"}) == ({"threads": "2", "direct": "true"}, "")
-    assert write_options(files, "file", {"direct": "false"}) == ({"direct": "false"}, "")
-    assert write_options(files, "store-get", {}) == ({}, "")
-    assert write_options([*files, *memory], "auto", {}) == ({}, "")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
