@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvctl.core.errors import CapacityError, EnvError, KvctlError, UsageError
 from kvctl.memory.buffers import Buffer
@@ -41,6 +41,19 @@ class AbandonedError(Exception):
     def __init__(self, error: KvctlError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class Inline(Protocol):
+    """Operations that are done by the thread that polls."""
+
+    @property
+    def busy(self) -> bool:
+        """Some are under way, or have ended and were not told of."""
+        ...
+
+    def step(self, timeout: float | None) -> list[Completion]:
+        """Wait up to `timeout` seconds for something to come, take it; what has ended."""
+        ...
 
 
 class ThreadedTransport(ABC):
@@ -141,6 +154,20 @@ class ThreadedTransport(ABC):
         with self._lock:
             self._outstanding -= len(done)
         return done
+
+    def poll_beside(self, inline: Inline, timeout: float | None) -> list[Completion]:
+        """As `poll`, for a transport whose polling thread does operations of its own; its `tell` has to wake them."""
+        until = None if timeout is None else time.monotonic() + timeout
+        left = timeout
+        while inline.busy:
+            done = inline.step(left if self._outbox.empty() else 0.0)
+            if not self._outbox.empty():
+                done += ThreadedTransport.poll(self, 0)
+            if done or left == 0:
+                return done
+            if until is not None:
+                left = max(0.0, until - time.monotonic())
+        return ThreadedTransport.poll(self, left)
 
     def cancel(self, ids: Sequence[int]) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ a line, and are begun when `poll` has told of an end.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -44,7 +43,7 @@ class RdmaTransport(RdmaWorkers):
         self._go_on(found)
 
     def poll(self, timeout: float | None) -> list[Completion]:
-        done = self._poll(timeout)
+        done = self.poll_beside(self._inline, timeout)
         with self._guard:
             self._under_way -= len(done)
             found = self._next()
@@ -104,19 +103,6 @@ class RdmaTransport(RdmaWorkers):
         self._balance.over(rail, op.length)
         self._give_back(seat)
         return False
-
-    def _poll(self, timeout: float | None) -> list[Completion]:
-        until = None if timeout is None else time.monotonic() + timeout
-        left = timeout
-        while self._inline.busy:
-            done = self._inline.step(left if self._outbox.empty() else 0.0)
-            if not self._outbox.empty():
-                done += super().poll(0)
-            if done or left == 0:
-                return done
-            if until is not None:
-                left = max(0.0, until - time.monotonic())
-        return super().poll(left)
 
     def tell(self) -> None:
         self._inline.wake()

@@ -8,7 +8,6 @@ its bytes count: status, length, `Content-Range` against the size that the objec
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -81,17 +80,7 @@ class HttpTransport(ThreadedTransport):
         return bool(head) and self._inline.start(op, connection, head)
 
     def poll(self, timeout: float | None) -> list[Completion]:
-        until = None if timeout is None else time.monotonic() + timeout
-        left = timeout
-        while self._inline.busy:
-            done = self._inline.step(left if self._outbox.empty() else 0.0)
-            if not self._outbox.empty():
-                done += super().poll(0)
-            if done or left == 0:
-                return done
-            if until is not None:
-                left = max(0.0, until - time.monotonic())
-        return super().poll(left)
+        return self.poll_beside(self._inline, timeout)
 
     def tell(self) -> None:
         self._inline.wake()
