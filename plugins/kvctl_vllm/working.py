@@ -8,7 +8,6 @@ out of the blocks first, which are free again then, and goes up from host memory
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from kvctl.kv.push import PushSession
 from kvctl.kv.seams import LayerKv, Layout, MemorySource, Slot
 from kvctl.kv.tokens import domain_secret
 from kvctl.kv.verdict import window_start
-from kvctl.memory.buffers import PAGE, HostBuffer
+from kvctl.memory.buffers import HostBuffer
 from kvctl_vllm.counts import Counts
 from kvctl_vllm.filling import Filled, Wanted, fill
 from kvctl_vllm.held import held, learn_digest
@@ -377,8 +376,8 @@ class WorkerSide:
             first, count = choose_heads(group, *self._rank)
             heads, own = (count, slice(0, count)) if self._rank[0] else (group.kv_heads, slice(first, first + count))
             for layer in group.layers:
-                k = _at_a_page((heads, end - start, group.k_dim), dtype)
-                v = _at_a_page((heads, end - start, group.v_dim), dtype)
+                k = torch.empty(heads, end - start, group.k_dim, dtype=dtype)
+                v = torch.empty(heads, end - start, group.v_dim, dtype=dtype)
                 ids = store.blocks[self._group_of[layer]]
                 self._pages[number, layer].read(ids, start, end, k[own], v[own])
                 memory += (k, v)
@@ -471,14 +470,6 @@ def layer_number(name: str) -> int:
 
 def _canonical(view: memoryview, dtype: torch.dtype, heads: int, tokens: int) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(heads, tokens, -1)
-
-
-def _at_a_page(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Empty memory that begins at a page, so that O_DIRECT can take it where it lies."""
-    size = math.prod(shape) * dtype.itemsize
-    room = torch.empty(size + PAGE, dtype=torch.uint8)
-    at = -room.data_ptr() % PAGE
-    return room[at : at + size].view(dtype).view(shape)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
