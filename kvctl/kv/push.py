@@ -29,7 +29,7 @@ from kvctl.kv.identity import Descriptor
 from kvctl.kv.index import Finder, PackUse, Stored, full_groups, make_nodes, write_nodes
 from kvctl.kv.manifest import SessionManifest
 from kvctl.kv.names import SessionName, parse_session
-from kvctl.kv.seams import KvSource
+from kvctl.kv.seams import CheckedSource, KvSource
 from kvctl.kv.tokens import BlockKey, chain, token_bytes, token_hmac
 from kvctl.kv.writing import ChunkWriter, make_manifest
 from kvctl.repo.chunks import ChunkRef, digest_of, digest_of_parts
@@ -178,7 +178,8 @@ class _Pushing:
         finally:
             self.ctx.progress.end()
         rows = sorted([use for plan in plans for use in plan.shared] + fresh)
-        getattr(self.request.source, "check", lambda: None)()
+        if isinstance(self.request.source, CheckedSource):
+            self.request.source.check()
         write_descriptor(self.repo, descriptor)
         nodes = make_nodes(self.secret, self.blocks, self.flat, rows, descriptor)
         new_nodes = [node for node in nodes if node.tokens not in {known.tokens for known in stored.nodes}]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvctl.core.errors import UsageError
 from kvctl.kv.identity import DTYPE_BYTES, Descriptor, Group
@@ -30,8 +30,8 @@ class LayerKv:
 
 
 class KvSource(Protocol):
-    """What `push` stores. The views stay as they are until the push ends; a source that cannot promise it has a method
-    `check`, called before anything refers to what was read, which raises VersionChangedError when they did not.
+    """What `push` stores. The views stay as they are until the push ends; a source that cannot promise it is a
+    `CheckedSource`.
     """
 
     @property
@@ -49,6 +49,15 @@ class KvSource(Protocol):
         ...
 
     def layer(self, group: int, layer: int) -> LayerKv: ...
+
+
+@runtime_checkable
+class CheckedSource(Protocol):
+    """A source over memory that others may write to, asked before anything refers to what was read."""
+
+    def check(self) -> None:
+        """Raises VersionChangedError when the views did not stay as they were."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
