@@ -9,15 +9,16 @@ import os
 import time
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import parse_qs, urlsplit
 
 from kvctl.agent.client import AgentClient
 from kvctl.agent.generations import SlotFile, check_name
 from kvctl.agent.memory import LeasedMap, MemfdBuffer, map_shared
 from kvctl.agent.target import close_files
+from kvctl.core.addresses import parse_store
 from kvctl.core.errors import ConflictError, NotFoundError, UsageError
-from kvctl.weights.engine_layout import FILE, EngineLayout, laid_out_for
-from kvctl.weights.safetensors import Header, parse_header
+from kvctl.transports.options import check_names
+from kvctl.weights.engine_layout import FILE, EngineLayout
+from kvctl.weights.safetensors import parse_header
 
 PATIENCE: Final = 120.0  # seconds that another engine may take to fill the slot
 _NAP: Final = 0.2
@@ -28,7 +29,7 @@ class Mapped:
     """A generation of the slot in this process: copy-on-write, and leased for as long as `memory` lives."""
 
     layout: EngineLayout
-    header: Header
+    start: int  # where the data section begins
     memory: LeasedMap
     ident: str
 
@@ -36,22 +37,15 @@ class Mapped:
 class EngineSlot:
     """`text`: NAME, slot:NAME or slot://NAME?socket=PATH. Raises UsageError."""
 
-    def __init__(self, text: str) -> None:
-        rest = text if "://" in text else f"slot://{text.removeprefix('slot:')}"
-        parts = urlsplit(rest)
-        self.name = parts.netloc
-        self.socket: str | None = next(iter(parse_qs(parts.query).get("socket", ())), None)
-        if parts.scheme != "slot" or parts.path:
-            raise UsageError(f"{text!r} is no slot", hint="NAME, or slot://NAME?socket=PATH")
-        check_name(self.name)
-
-    def of_rank(self, rank: int, ranks: int) -> EngineSlot:
+    def __init__(self, text: str, rank: int = 0, ranks: int = 1) -> None:
         """Each rank of an engine has a slot of its own."""
-        if ranks == 1:
-            return self
-        found = EngineSlot(f"{self.name}.rank{rank}of{ranks}")
-        found.socket = self.socket
-        return found
+        store = parse_store(text if "://" in text else f"slot://{text.removeprefix('slot:')}")
+        check_names("slot", store.options, ("socket",))
+        if store.scheme != "slot":
+            raise UsageError(f"{text!r} is no slot", hint="NAME, or slot://NAME?socket=PATH")
+        self.name = store.url.removeprefix("slot://") + (f".rank{rank}of{ranks}" if ranks > 1 else "")
+        self.socket = store.options.get("socket")
+        check_name(self.name)
 
     def open(self) -> Mapped | None:
         """What it serves, None when it holds nothing. Raises EnvError (no agent), FormatError; UsageError when a
@@ -73,11 +67,13 @@ class EngineSlot:
                     f"slot {self.name} holds a checkpoint, not what an engine laid out",
                     hint="give engine_slot a name of its own; a checkpoint's slot is a source: slot:NAME",
                 )
-            raw = os.pread(file.fd, file.header, 0)
-            header = parse_header(raw, file.size, f"slot {self.name}")
-            layout = layout_of(header, f"slot {self.name}")
+            where = f"slot {self.name}"
+            header = parse_header(os.pread(file.fd, file.header, 0), file.size, where)
+            tensors = [(item.name, item.dtype, item.shape) for item in header.tensors]
+            layout = EngineLayout.parse(header.metadata, tensors, where)
             # the lease is the mapping's: this client lives as long as it
-            return Mapped(layout, header, map_shared(os.dup(file.fd), file.size, client, private=True), opened.ident)
+            memory = map_shared(os.dup(file.fd), file.size, client, private=True)
+            return Mapped(layout, file.header, memory, opened.ident)
         except BaseException:
             client.close()
             raise
@@ -104,8 +100,7 @@ class EngineSlot:
 
     def _reserve(self, client: AgentClient, layout: EngineLayout) -> Filling | None:
         header = layout.header()
-        size = len(header) + sum(item.nbytes for item in layout.tensors)
-        made = laid_out_for(parse_header(header, size, self.name).metadata)
+        size = len(header) + layout.nbytes
         other = client.current(self.name) is not None
         answer, fds = client.call_fds(
             "reserve",
@@ -113,7 +108,7 @@ class EngineSlot:
             fingerprint=layout.fingerprint,
             source=layout.source,
             files=[SlotFile(FILE, size, len(header)).to_json()],
-            facts={"tensors": len(layout.tensors), "format": made},
+            facts={"tensors": len(layout.tensors), "format": layout.engine},
             runs=0,
             swap=other,
             evict_first=other,  # where both do not fit, and nobody uses it
@@ -123,25 +118,34 @@ class EngineSlot:
             client.close()
             return None
         os.close(fds[1])  # which runs have landed: there are none
-        return Filling(self, client, str(answer["ident"]), MemfdBuffer(fds[0], size), header)
+        return Filling(self, client, str(answer["ident"]), layout, MemfdBuffer(fds[0], size), header)
 
 
 class Filling:
     """`data`: the data section, to be written. Then `map` it, let go of every view of `data`, and `commit`."""
 
-    def __init__(self, slot: EngineSlot, client: AgentClient, ident: str, buffer: MemfdBuffer, header: bytes) -> None:
+    def __init__(
+        self,
+        slot: EngineSlot,
+        client: AgentClient,
+        ident: str,
+        layout: EngineLayout,
+        buffer: MemfdBuffer,
+        header: bytes,
+    ) -> None:
         self._slot = slot
         self._client = client
         self._ident = ident
+        self._layout = layout
         self._buffer = buffer
-        self._header = parse_header(header, buffer.nbytes, slot.name)
-        buffer.view[: len(header)] = header
-        self.data = buffer.view[len(header) :]
+        self._start = len(header)
+        buffer.view[: self._start] = header
+        self.data = buffer.view[self._start :]
 
     def map(self) -> Mapped:
         """The same memory copy-on-write, for good; without a lease before `commit`."""
         memory = map_shared(os.dup(self._buffer.fd), self._buffer.nbytes, None, private=True)
-        return Mapped(layout_of(self._header, self._slot.name), self._header, memory, self._ident)
+        return Mapped(self._layout, self._start, memory, self._ident)
 
     def commit(self, mapped: Mapped) -> None:
         """Seal it and let it serve; `mapped` gets its lease. Raises KvctlError: then nobody else has it, and what is
@@ -165,8 +169,3 @@ class Filling:
         """What was not committed is the agent's to free."""
         self._buffer.close()
         self._client.close()
-
-
-def layout_of(header: Header, where: str) -> EngineLayout:
-    """Raises FormatError."""
-    return EngineLayout.parse(header.metadata, [(item.name, item.dtype, item.shape) for item in header.tensors], where)

@@ -60,6 +60,16 @@ class EngineLayout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     attrs: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
 
+    @property
+    def engine(self) -> str:
+        """For which engine, in words."""
+        return _engine(self.key)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data section."""
+        return sum(item.nbytes for item in self.tensors)
+
     def differs(self, key: Mapping[str, Any]) -> str:  # Any: JSON
         """What keeps an engine with `key` from taking these tensors, in words; empty when nothing does."""
         for name in sorted(self.key.keys() | key.keys()):
@@ -114,10 +124,13 @@ def laid_out_for(metadata: Mapping[str, str]) -> str | None:
     if text is None:
         return None
     try:
-        key = json.loads(text)["key"]
-        return f"{key['engine']} {key['release']}, {key['model']}"
+        return _engine(json.loads(text)["key"])
     except (KeyError, ValueError, TypeError):
         return "an engine"
+
+
+def _engine(key: Mapping[str, Any]) -> str:  # Any: JSON
+    return f"{key['engine']} {key['release']}, {key['model']}"
 
 
 def check_is_checkpoint(metadata: Mapping[str, str], where: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kvctl.agent.engine_slot import EngineSlot, Mapped
-from kvctl.core.errors import ConflictError, IncompatibleError, KvctlError, MemberDownError
+from kvctl.core.errors import ConflictError, IncompatibleError, KvctlError
 from kvctl.core.units import format_size
 from kvctl.weights.engine_layout import EngineLayout, Laid
 from kvctl.weights.planning import fingerprint_of
@@ -191,7 +191,7 @@ def _attrs(model: nn.Module) -> dict[str, Any]:  # Any: JSON
 
 
 def _flat(mapped: Mapped) -> torch.Tensor:
-    return torch.frombuffer(mapped.memory, dtype=torch.uint8)[mapped.header.header_size :]
+    return torch.frombuffer(mapped.memory, dtype=torch.uint8)[mapped.start :]
 
 
 # -- the two ends ------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def find(slot: EngineSlot, wanted: Wanted) -> Mapped | None:
 def attach(model: nn.Module, slot: EngineSlot, mapped: Mapped) -> None:
     """The model's weights are the slot's memory: nothing is copied. Raises IncompatibleError."""
     _bind(model, _flat(mapped), mapped.layout)
-    aliased = sum(item.nbytes for item in mapped.layout.tensors)
+    aliased = mapped.layout.nbytes
     _now(slot, mapped.ident, aliased=aliased, why="attached")
     log.info(
         "weights over engine slot %s (%s): %d tensors, %s aliased, 0 B copied, peak memory so far %s",
@@ -228,11 +228,10 @@ def attach(model: nn.Module, slot: EngineSlot, mapped: Mapped) -> None:
 
 
 def publish(model: nn.Module, slot: EngineSlot, wanted: Wanted) -> None:
-    """Move the loaded weights into the slot, tensor by tensor, and go on over its memory. Raises KvctlError: then the
-    weights are whole all the same, in memory of this process.
+    """Move the loaded weights into the slot, tensor by tensor, and go on over its memory. `wanted`: with the
+    fingerprint that was loaded, which may be another one than was asked for before. Raises KvctlError: then the weights
+    are whole all the same, in memory of this process.
     """
-    if wanted.fingerprint is None:
-        raise MemberDownError(f"{wanted.source} could not be asked what it is")
     found = _find(model)
     layout = _layout(found, wanted, _attrs(model))
     filling = slot.fill(layout)
@@ -244,13 +243,11 @@ def publish(model: nn.Module, slot: EngineSlot, wanted: Wanted) -> None:
         return
     try:
         shared = torch.frombuffer(filling.data, dtype=torch.uint8)
-        copied = 0
         for item, place in _views(shared, layout):
             tensor = found.tensors[item.name][0]
             if item.nbytes:
                 place.copy_(tensor.detach())
                 tensor.data = place  # and the old memory is free again: the peak is one tensor more than the weights
-                copied += item.nbytes
         mapped = filling.map()
         del shared, place, tensor
         _bind(model, _flat(mapped), layout)
@@ -258,6 +255,7 @@ def publish(model: nn.Module, slot: EngineSlot, wanted: Wanted) -> None:
     except BaseException:
         filling.close()
         raise
+    copied = layout.nbytes
     _now(slot, mapped.ident, aliased=copied, copied=copied, why="laid out by this engine")
     log.info(
         "weights moved into engine slot %s (%s): %d tensors, %s copied once, peak memory so far %s",

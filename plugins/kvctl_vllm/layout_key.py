@@ -29,7 +29,7 @@ def engine_key(vllm_config: Any, model_config: Any, device: torch.device) -> dic
         "model": ", ".join(getattr(model_config.hf_config, "architectures", None) or ["?"]),
         "config": hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest(),
         "dtype": str(model_config.dtype),
-        "quantization": str(model_config.quantization),
+        "quantization": [str(model_config.quantization), str(getattr(model_config, "quantization_config", None))],
         "device": device.type if device.type == "cpu" else f"{device.type} {torch.cuda.get_device_capability()}",
         "cpu": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "",
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
@@ -65,14 +65,14 @@ def _processed() -> Iterator[None]:
 
 def check_model(model: nn.Module) -> None:
     """Raises IncompatibleError for layers that lay their weights out in ways that cannot be taken over, EnvError."""
-    with _processed():
-        pass
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and not getattr(method, "supports_pre_processed_weights", True):
             raise IncompatibleError(
                 f"{type(method).__name__} (layer {name or 'root'}) cannot take weights that are laid out already"
             )
+    with _processed():
+        pass
 
 
 def settle(model: nn.Module, model_config: Any, device: torch.device) -> None:  # Any: vLLM's own

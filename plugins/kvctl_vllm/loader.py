@@ -23,9 +23,11 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from kvctl.agent.engine_slot import EngineSlot
+from kvctl.core.context import Context
 from kvctl.core.errors import EnvError, KvctlError, TransientError, UsageError
 from kvctl.core.units import format_seconds, format_size
 from kvctl.weights.load import plan_load
+from kvctl.weights.request import LoadRequest
 from kvctl_vllm import laid_out, layout_key, places
 from kvctl_vllm.held import now_holds
 from kvctl_vllm.tensors import Weights
@@ -47,6 +49,7 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
                 f"--load-format kvctl knows no setting {unknown[0]!r}", hint=f"known are {', '.join(sorted(SETTINGS))}"
             )
         self.extra: dict[str, Any] = extra  # Any: JSON
+        self._loaded: str | None = None  # fingerprint of the weights that were read last
 
     def download_model(self, model_config: ModelConfig) -> None:
         return
@@ -58,12 +61,10 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
             return model
         self.extra.setdefault(_MODEL, model_config.model)
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
-        slot = EngineSlot(str(asked)).of_rank(*layout_key.rank_of())
-        wanted = laid_out.Wanted(
-            self._address(model_config),
-            self._fingerprint(self._address(model_config)),
-            layout_key.engine_key(vllm_config, model_config, device),
-        )
+        slot = EngineSlot(str(asked), *layout_key.rank_of())
+        address = self._address(model_config)
+        key = layout_key.engine_key(vllm_config, model_config, device)
+        wanted = laid_out.Wanted(address, self._fingerprint(address), key)
         try:
             mapped = laid_out.find(slot, wanted)
         except (EnvError, TransientError) as error:  # no agent, or one that is going: that is no reason not to serve
@@ -78,7 +79,7 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
                 laid_out.alone(error)
                 return model
             try:
-                laid_out.publish(model, slot, wanted)
+                laid_out.publish(model, slot, replace(wanted, fingerprint=self._loaded))
             except KvctlError as error:
                 laid_out.alone(error)
         else:
@@ -96,13 +97,8 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _fingerprint(self, address: str) -> str | None:
         """Of the weights that are there now, from headers alone; None when the source does not answer."""
-        settings = places.config(self.extra.get("config"))
-        request = places.weights_request(settings, address, self.extra.get("repo"))
-        rank, size = tensor_rank()
-        if size > 1:
-            request = replace(request, tp_rank=rank, tp_size=size)
         try:
-            return plan_load(request, places.context(settings)).fingerprint
+            return plan_load(*request_of(address, self.extra)).fingerprint
         except TransientError as error:
             log.warning("kvctl: %s does not answer (%s): what the slot has of it will do", address, error)
             return None
@@ -122,23 +118,31 @@ class KvctlModelLoader(BaseModelLoader):  # type: ignore[misc]
             )
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the source; after a `reload_weights` with a path, of that address."""
-        yield from stream(self._address(model_config), self.extra)
+        """All tensors of the source for this process's rank; after a `reload_weights` with a path, of that address. At
+        the end the engine holds them, and the report is logged.
+        """
+        address = self._address(model_config)
+        weights = Weights(*request_of(address, self.extra))
+        yield from weights
+        self._loaded = weights.fingerprint
+        now_holds(address, weights.digest, weights.names)
+        _log(address, weights)
 
 
-def stream(address: str, extra: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # Any: JSON
-    """The tensors of a weights address for this process's rank; notes what the engine holds then, logs the report."""
+def request_of(address: str, extra: dict[str, Any]) -> tuple[LoadRequest, Context]:  # Any: JSON
+    """What this process's rank loads for a weights address."""
     settings = places.config(extra.get("config"))
     options = {name: extra[name] for name in ("transport", "verify", "max_rate") if name in extra}
     request = places.weights_request(settings, address, extra.get("repo"), **options)
     rank, size = tensor_rank()
     if size > 1:
         request = replace(request, tp_rank=rank, tp_size=size)
-    weights = Weights(request, places.context(settings))
-    yield from weights
+    return request, places.context(settings)
+
+
+def _log(address: str, weights: Weights) -> None:
     report = weights.report
     assert report is not None
-    now_holds(address, weights.digest, weights.names)
     log.info(
         "weights of %s: %d tensors, %s in %s (%.2f GB/s), over-fetch %.2f, over %s, verified: %s, digest %s",
         address,

@@ -24,8 +24,9 @@ WAITING: Final = 4  # tensors that wait to be hashed
 
 
 class Weights:
-    """Iterate over it once: (name, tensor). `report`, `digest` and `names` are known after the last one. `digest` is
-    the source's own, or made from the bytes as they pass; None where this rank read slices of a source that has none.
+    """Iterate over it once: (name, tensor). `report`, `digest`, `names` and `fingerprint` (of the load's plan) are
+    known after the last one. `digest` is the source's own, or made from the bytes as they pass; None where this rank
+    read slices of a source that has none.
     """
 
     def __init__(self, request: LoadRequest, ctx: Context) -> None:
@@ -34,6 +35,7 @@ class Weights:
         self.report: Report | None = None
         self.digest: str | None = None
         self.names: tuple[str, ...] = ()
+        self.fingerprint: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         request = self.request
@@ -59,6 +61,7 @@ class Weights:
                     yield tensor.name, value
                 del data, value
             self.report = stream.report
+            self.fingerprint = stream.plan.fingerprint
             self.names = tuple(names)
             self.digest = known
             if known is None and hashes:
