@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import time
@@ -16,6 +15,7 @@ from typing import Final
 
 from kvctl.core.errors import EnvError
 from kvctl.memory.buffers import address_of, address_of_readonly
+from kvctl.memory.shareable import end_mapping
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _SEAL_SECONDS: Final = 5.0
@@ -76,14 +76,7 @@ class MemfdBuffer:
 
     def unmap(self) -> None:
         """End the mapping, as sealing needs it gone. Raises EnvError while somebody holds a view of it."""
-        try:
-            self._unmap()
-        except BufferError:
-            gc.collect()  # a finished transfer's views may hang in a cycle
-            try:
-                self._unmap()
-            except BufferError as error:
-                raise EnvError("memory of a slot is still in use by its loader", cause=str(error)) from error
+        end_mapping(self._unmap)
 
     def _unmap(self) -> None:
         self.view.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from kvctl.core.errors import CapacityError, EnvError
@@ -65,6 +66,18 @@ def make_memfd(name: str, nbytes: int) -> int:
     return fd
 
 
+def end_mapping(close: Callable[[], None]) -> None:
+    """Call `close`, which ends a mapping. Raises EnvError while somebody holds a view of it."""
+    try:
+        close()
+    except BufferError:
+        gc.collect()  # a finished transfer's views may hang in a cycle
+        try:
+            close()
+        except BufferError as error:
+            raise EnvError("memory of a slot is still in use by its loader", cause=str(error)) from error
+
+
 class HostMapped(mmap.mmap):
     """See `Mapped`. The CPU can look at it, through `view`."""
 
@@ -84,14 +97,7 @@ class HostMapped(mmap.mmap):
         return len(self)
 
     def unmap(self) -> None:
-        try:
-            self.close()
-        except BufferError:
-            gc.collect()  # a finished transfer's views may hang in a cycle
-            try:
-                self.close()
-            except BufferError as error:
-                raise EnvError("memory of a slot is still in use by its loader", cause=str(error)) from error
+        end_mapping(self.close)
 
 
 class HostShareable:
