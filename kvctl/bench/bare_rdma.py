@@ -170,7 +170,7 @@ class RdmaRival:
         work = verbs.wr.SendWR(
             wr_id=turn, opcode=verbs["WR_RDMA_WRITE"], num_sge=1, sg=[part], send_flags=verbs["SEND_SIGNALED"]
         )
-        work.set_wr_rdma(key, memory.buffer.address + memory.offset(slot))
+        work.set_wr_rdma(key, memory.buffer.address + memory.offset(slot, length, turn))
         running[turn] = (slot, length, time.monotonic())
         self._pairs[0].post_send(work)
 

@@ -2,7 +2,8 @@
 
 Files: preadv into touched memory. A server on this host: a bare sendfile server on the loopback, and one send and one
 receive per request. A server elsewhere: the same bare client against that very server, with requests that were signed
-before; its own work is in it, as nothing of ours runs there.
+before; its own work is in it, as nothing of ours runs there. Beside either, what Python's library does there
+(`READINTO`): no ceiling, but what a program of a few lines gets.
 """
 
 from __future__ import annotations
@@ -13,42 +14,47 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 from urllib.parse import quote, urlsplit
 
-from kvctl.bench.rivals import Address, FileReader, SocketReader, ThreadedRival
+from kvctl.bench.rivals import Address, FileReader, LibraryReader, Reader, SocketReader, ThreadedRival
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.errors import EnvError
 from kvctl.transports.boto import bucket_and_prefix, plain_client
 from kvctl.transports.node_auth import DEFAULT_PORT, TOKEN_HEADER, Asked, MasterKey, ScopedKey, read_key_file
 
+CEILING: Final = "ceiling"
+READINTO: Final = "readinto"
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PRESIGNED_SECONDS: Final = 6 * 3600
 
 
 class Ceiling(Protocol):
-    """`rival` reads; `how` says what it is; `server_cpu` the CPU seconds of its server so far, None if unknown."""
+    """`rivals` read: the ceiling itself, then READINTO where it makes sense; `how` says what the first is; `server_cpu`
+    the CPU seconds of a rival's server so far, None if unknown.
+    """
 
     @property
-    def rival(self) -> ThreadedRival: ...
+    def rivals(self) -> Sequence[ThreadedRival]: ...
     @property
     def how(self) -> str: ...
-    def server_cpu(self) -> float | None: ...
+    def server_cpu(self, name: str) -> float | None: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Plain:
-    rival: ThreadedRival
+    rivals: Sequence[ThreadedRival]
     how: str
 
-    def server_cpu(self) -> float | None:
+    def server_cpu(self, name: str) -> float | None:
         return None
 
     def close(self) -> None:
-        self.rival.close()
+        for rival in self.rivals:
+            rival.close()
 
 
 def make_ceiling(
@@ -59,7 +65,7 @@ def make_ceiling(
         direct = options.get("direct") == "true"
         path = os.path.join(config.url.removeprefix("file://"), key)
         how = f"preadv{' with O_DIRECT' if direct else ''} of the same file into touched memory, a thread per request"
-        return _Plain(ThreadedRival("ceiling", lambda: FileReader(path, direct=direct)), how)
+        return _Plain((ThreadedRival(CEILING, lambda: FileReader(path, direct=direct)),), how)
     if config.scheme not in {"s3", "node"}:
         return None
     address, head = _s3(config, endpoint, key) if config.scheme == "s3" else _node(config, endpoint, key)
@@ -69,7 +75,13 @@ def make_ceiling(
     how = (
         f"a bare socket to {where} itself: requests signed before, one send and one receive each, a thread per request"
     )
-    return _Plain(ThreadedRival("ceiling", lambda: SocketReader(address, head)), how)
+    return _Plain(
+        (
+            ThreadedRival(CEILING, lambda: SocketReader(address, head)),
+            ThreadedRival(READINTO, lambda: LibraryReader(address, head)),
+        ),
+        how,
+    )
 
 
 class BareServer:
@@ -98,20 +110,23 @@ class BareServer:
             self.close()
             raise EnvError("the bare server of the ceiling did not start")
         self._address = Address("127.0.0.1", int(line))
-        self._pids: list[int] = []
-        self.rival = ThreadedRival("ceiling", self._connect)
+        self._pids: dict[str, list[int]] = {CEILING: [], READINTO: []}
+        self.rivals = (
+            ThreadedRival(CEILING, lambda: self._connect(CEILING, SocketReader)),
+            ThreadedRival(READINTO, lambda: self._connect(READINTO, LibraryReader)),
+        )
 
-    def _connect(self) -> SocketReader:
-        reader = SocketReader(self._address, _bare_head)
-        self._pids.append(int(self._out.readline()))
+    def _connect(self, name: str, kind: Callable[[Address, Callable[[int, int], bytes]], Reader]) -> Reader:
+        reader = kind(self._address, _bare_head)
+        self._pids[name].append(int(self._out.readline()))
         return reader
 
-    def server_cpu(self) -> float | None:
-        return sum(_cpu_of(pid) for pid in self._pids)
+    def server_cpu(self, name: str) -> float | None:
+        return sum(_cpu_of(pid) for pid in self._pids[name])
 
     def close(self) -> None:
-        if hasattr(self, "rival"):
-            self.rival.close()
+        for rival in getattr(self, "rivals", ()):
+            rival.close()
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._child.wait(10)

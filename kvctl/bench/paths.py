@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.request import urlopen
 
 from kvctl.bench.bare_rdma import RdmaRival, why_not
-from kvctl.bench.ceilings import Ceiling, make_ceiling
+from kvctl.bench.ceilings import CEILING, READINTO, Ceiling, make_ceiling
 from kvctl.bench.rivals import Batch, Memory, Range, Rival, TransportRival, check_content
 from kvctl.core.addresses import StoreConfig
 from kvctl.core.context import Context
@@ -248,11 +248,11 @@ def _measure(
     try:
         ceiling = make_ceiling(place, endpoint, KEY, data, options.transport_options)
     except (KvctlError, OSError) as error:
-        found.failed.append({"path": "ceiling", "error": str(error)})
+        found.failed.append({"path": CEILING, "error": str(error)})
     rivals: list[Rival] = []
     if ceiling is not None:
         stack.callback(ceiling.close)
-        rivals.append(ceiling.rival)
+        rivals += ceiling.rivals
         found.ceiling = ceiling.how
     if any(spec.rank == _RDMA_RANK or spec.name == "s3-rdma" for spec in specs):
         _add_rdma(found, rivals, data, stack)
@@ -396,11 +396,11 @@ def _cells(taken: Mapping[str, Sequence[tuple[Batch, float | None]]], size: int,
         )
     by_name = {cell.path: cell for cell in made}
     for cell in made:
-        if cell.path in {"ceiling", RDMA_CEILING}:
+        if cell.path in {CEILING, RDMA_CEILING}:
             continue
         spec = registry.transport_specs().get(cell.path)
         rdma = spec is not None and (spec.rank == _RDMA_RANK or spec.name == "s3-rdma")
-        ceiling = by_name.get(RDMA_CEILING if rdma else "ceiling")
+        ceiling = by_name.get(RDMA_CEILING if rdma else CEILING)
         if ceiling is not None:
             pairs = zip(cell.gb_per_s_rounds, ceiling.gb_per_s_rounds, strict=False)
             cell.ceiling = ceiling.path
@@ -431,8 +431,8 @@ class _ServerCpu:
     def now(self, path: str) -> float | None:
         if path == RDMA_CEILING:
             return None
-        if path == "ceiling":
-            return self._ceiling.server_cpu() if self._ceiling is not None else None
+        if path in {CEILING, READINTO}:
+            return self._ceiling.server_cpu(path) if self._ceiling is not None else None
         if not self._url:
             return None
         try:

@@ -11,6 +11,10 @@ from kvctl.core.units import format_size
 
 FORMATS: Final = (".svg", ".png", ".pdf")
 _INCHES: Final = (5.2, 3.6)  # of one panel
+_STYLES: Final[Mapping[str, Mapping[str, str]]] = {
+    "ceiling": {"color": "black", "linestyle": "--"},
+    "readinto": {"color": "grey", "linestyle": ":"},
+}
 
 
 def require_plot(path: str) -> None:
@@ -37,7 +41,7 @@ def write_plot(document: Mapping[str, Any], path: str) -> None:  # Any: JSON, sc
             sizes = sorted({cell["size"] for cell in cells})
             for name in dict.fromkeys(cell["path"] for cell in cells):
                 mine = sorted((cell for cell in cells if cell["path"] == name), key=lambda cell: cell["size"])
-                style = {"color": "black", "linestyle": "--"} if name == "ceiling" else {"marker": "o"}
+                style = _STYLES.get(name, {"marker": "o"})
                 xs = [sizes.index(cell["size"]) for cell in mine]
                 panel.plot(xs, [cell["gb_per_s"] for cell in mine], label=name, **style)
                 lows = [min(cell["gb_per_s_rounds"]) for cell in mine]

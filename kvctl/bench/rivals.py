@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Final, Protocol
 
 from kvctl.core.errors import EnvError, IntegrityError, StalledError, TransientError
@@ -22,6 +24,7 @@ from kvctl.transports.api import Completion, Op, Status, Store, Transport
 
 _HEAD_PEEK: Final = 1024  # a small first receive: what it takes of the body has to be copied
 _HEAD_LIMIT: Final = 65536
+_ARENA: Final = 64 << 20
 _WAKE: Final = 1 << 20  # bytes of a large body per wake-up of its reader
 WAIT: Final = 60.0  # seconds without a byte
 
@@ -40,18 +43,25 @@ class Batch:
 
 
 class Memory:
-    """Slots for the requests in flight, touched before anything is timed."""
+    """A part for each request in flight, touched before anything is timed. Requests go through their part place by
+    place: as in a load, what they write to is in no core's cache.
+    """
 
     def __init__(self, slots: int, size: int) -> None:
-        self._stride = round_up(size)
-        self.buffer = HostBuffer(slots * self._stride)
+        """`size`: of the largest request."""
+        self._part = max(round_up(size), round_up(_ARENA // slots))
+        self.buffer = HostBuffer(slots * self._part)
         self.buffer.prefault()
 
-    def offset(self, slot: int) -> int:
-        return slot * self._stride
+    def offset(self, slot: int, size: int, turn: int = 0) -> int:
+        """Where the bytes of a request go: its `slot` among those in flight, its number."""
+        places = self._part // round_up(size)
+        places -= places % 2 == 0 and places > 1  # odd, so that numbers which grow by 2 or 4 get around
+        return slot * self._part + turn % places * round_up(size)
 
-    def view(self, slot: int, size: int) -> memoryview:
-        return self.buffer.view[self.offset(slot) : self.offset(slot) + size]
+    def view(self, slot: int, size: int, turn: int = 0) -> memoryview:
+        offset = self.offset(slot, size, turn)
+        return self.buffer.view[offset : offset + size]
 
     def close(self) -> None:
         self.buffer.close()
@@ -113,11 +123,11 @@ class TransportRival:
         def issue(lane: int, slot: int) -> None:
             nonlocal turn
             offset, length = ranges[turn % len(ranges)]
+            place = memory.offset(slot, length, turn)
             turn += 1
             self._next_id += 1
             op = Op(
-                self._next_id, "read", self._key, offset, length, memory.buffer, memory.offset(slot), self._version,
-                self._size,
+                self._next_id, "read", self._key, offset, length, memory.buffer, place, self._version, self._size
             )  # fmt: skip
             running[op.id] = (slot, time.monotonic())
             lanes[lane].add(op.id)
@@ -176,9 +186,10 @@ class ThreadedRival:
             try:
                 while len(took) < 2 or time.monotonic() < end:
                     offset, length = ranges[turn % len(ranges)]
+                    view = memory.view(slot, length, turn)
                     turn += concurrency
                     asked = time.monotonic()
-                    reader.read(offset, memory.view(slot, length))
+                    reader.read(offset, view)
                     took.append(time.monotonic() - asked)
                     moved += length
             except Exception as problem:
@@ -283,6 +294,43 @@ class SocketReader:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
+
+
+class LibraryReader:
+    """What Python's own library makes of it: http.client, and `readinto` straight into the place."""
+
+    def __init__(self, address: Address, head: Callable[[int, int], bytes]) -> None:
+        """`head`: the whole request for (first byte, last byte)."""
+        made = HTTPConnection if address.tls is None else partial(HTTPSConnection, context=address.tls)
+        self._connection = made(address.host, address.port, timeout=WAIT)
+        self._connection.connect()
+        self._head = head
+
+    def read(self, offset: int, view: memoryview) -> None:
+        try:
+            self._read(offset, view)
+        except HTTPException as problem:
+            raise OSError(str(problem)) from problem
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        request, *lines = self._head(offset, offset + len(view) - 1).decode("latin-1").rstrip().split("\r\n")
+        method, target, _ = request.split(" ")
+        self._connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+        for line in lines:
+            self._connection.putheader(*line.split(": ", 1))
+        self._connection.endheaders()
+        answer, done = self._connection.getresponse(), 0
+        if answer.status not in {200, 206}:
+            raise OSError(f"{answer.status} {answer.reason}")
+        while done < len(view):
+            count = answer.readinto(view[done:])
+            if count == 0:
+                raise OSError("the body ended early")
+            done += count
+        answer.read()  # nothing, which tells it that the connection is free
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def check_content(rival: Rival, memory: Memory, ranges: Sequence[Range], data: memoryview) -> None:

@@ -94,11 +94,11 @@ class PlainChannel(Channel):
         except Exception as problem:  # belongs to the task that waits
             waiter.set_exception(problem)
             return
+        self.idle_since = self.deadline = None  # before the task gets its turn: an idle one may be ended until then
         if sending is None:
             waiter.set_result(data)
             return
         self._sending = sending
-        self.idle_since = self.deadline = None
         if sending.flight is None or sending.flight.placed:
             self._begin()
         elif sending.flight.stuck:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import uvloop
+
 from kvctl.core.errors import ConfigError, EnvError, InterruptedRunError, UsageError
 from kvctl.node.bodies import TruncatedError
 from kvctl.node.channel import Channel
@@ -81,7 +83,7 @@ def run_node(
         engine, reasons = _rdma(settings)
         try:
             node = _Node(settings, served, engine, reasons, tls, note, trace)
-            return asyncio.run(node.run(ready))
+            return uvloop.run(node.run(ready))
         finally:
             if engine is not None:
                 engine.close()
@@ -216,6 +218,9 @@ class _Node:
         except asyncio.CancelledError:
             sock.close()
             raise
+        opened = asyncio.current_task()
+        assert opened is not None
+        self._opening.discard(opened)  # at once, or the connection counts twice for a moment
         task = asyncio.create_task(self._serve(channel))
         self._channels[channel] = task
         self._metrics.connections = len(self._channels)

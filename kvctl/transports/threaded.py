@@ -100,6 +100,9 @@ class ThreadedTransport(ABC):
     def interrupt(self, op_id: int) -> None:
         """Make the running `op_id` end soon, if that can be done safely."""
 
+    def drop(self, op_id: int) -> None:
+        """`op_id` has ended, and `perform` will not be called for it."""
+
     def tell(self) -> None:
         """A worker has put a completion where `poll` finds it: for those that wait for more than that."""
 
@@ -218,10 +221,14 @@ class ThreadedTransport(ABC):
         started = time.monotonic()
         with self._lock:
             self._queued.discard(op.id)
-            if self._closed or op.id in self._cancelled:
+            ended = self._closed or op.id in self._cancelled
+            if ended:
                 self._cancelled.discard(op.id)
-                return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0), False
-            self._running.add(op.id)
+            else:
+                self._running.add(op.id)
+        if ended:
+            self.drop(op.id)
+            return Completion(op.id, Status.CANCELLED, started=started, finished=started, requests=0), False
         status, error, requests = Status.DONE, None, 1
         looks = op.landed is not None and self.lands
         waited = self.waited() if looks else 0

@@ -98,7 +98,7 @@ class Connection:
         raw = socket.create_connection(("localhost" if host.endswith(".localhost") else host, port), connect_timeout)
         self.interrupted = False
         self._timeout = timeout
-        self._batch = True
+        self.batches = True  # whether waking its reader for many bytes at once does it good
         self._raw = raw
         self._idle = select.poll()
         self._tls: ssl.SSLSocket | None = None
@@ -214,7 +214,7 @@ class Connection:
 
     def _fill(self, left: list[memoryview], to_come: int) -> int:
         """As `_fill_by_records`. Raises OSError (BlockingIOError: nothing came for the timeout)."""
-        if self._batch and to_come > 2 * _BATCH:
+        if self.batches and to_come > 2 * _BATCH:
             to_come = self._fill_by_batches(left, to_come)
         while left:
             count = self._receive(left[:MOST])
@@ -237,13 +237,13 @@ class Connection:
                 asked = to_come - _BATCH
                 parts, asked = first_of(left, asked)
                 count = self._receive(parts)
-                self._batch = count >= min(_BATCH, asked)
+                self.batches = count >= min(_BATCH, asked)
                 to_come -= count
                 advance(left, count)
-                if not self._batch:
+                if not self.batches:
                     break
         except BlockingIOError:
-            self._batch = False
+            self.batches = False
         finally:
             with contextlib.suppress(OSError):  # shut down meanwhile
                 self._receive_when(1, self._timeout)

@@ -341,4 +341,5 @@ def test_a_swarm_of_slow_loris_locks_nobody_out_for_long(start: Callable[..., No
         over.set()
         for thread in swarm:
             thread.join()
-    assert node.metrics()["kvctl_node_connections_refused_total"] > 0
+    found = node.metrics()  # those that had sent something are refused, those that had not make room
+    assert found["kvctl_node_connections_refused_total"] + found["kvctl_node_connections_evicted_total"] > 0

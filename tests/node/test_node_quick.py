@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.node.answers import rdma_token
+from kvctl.node.guard import Guard
 from kvctl.node.messages import HttpError, parse_request
+from kvctl.node.metrics import Metrics
 from kvctl.node.openfiles import OpenFiles
-from kvctl.node.quick import Ask
+from kvctl.node.plain import PlainChannel
+from kvctl.node.quick import Ask, QuickReads
+from kvctl.node.settings import Limits
 from kvctl.node.tree import Tree
 from kvctl.testing.nodes import NodeProcess
 from kvctl.transports.node_auth import RDMA_HEADERS, TOKEN_HEADER, Asked, MasterKey
@@ -304,3 +311,24 @@ def test_a_reader_of_the_quick_way_that_does_not_read_is_let_go(start: Callable[
             assert time.monotonic() < deadline
         assert node.metrics()["kvctl_node_requests_in_flight"] == 1
         assert len(slow.file.read()) < 64 * MIB
+
+
+def test_a_connection_is_not_idle_from_the_moment_its_request_is_read(tmp_path: Path) -> None:
+    tree = Tree(str(tmp_path))
+    quick = QuickReads(OpenFiles(tree), Guard([], [], nonces=1), Metrics(), None, in_memory=False)
+
+    async def run() -> None:
+        ours, peer = socket.socketpair()
+        with peer, ThreadPoolExecutor(1) as pool:
+            channel = PlainChannel(ours, "p", Limits(), pool, quick)
+            reading = asyncio.create_task(channel.read_head())
+            await asyncio.sleep(0)
+            assert channel.idle_since is not None
+            peer.sendall(b"PUT /v1/k HTTP/1.1\r\n\r\n")
+            channel._on_readable()
+            assert channel.idle_since is None  # though the task has not had its turn
+            assert await reading == b"PUT /v1/k HTTP/1.1\r\n\r\n"
+            await channel.close()
+
+    asyncio.run(run())
+    tree.close()

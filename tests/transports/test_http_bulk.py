@@ -15,6 +15,7 @@ from kvctl.core.errors import IncompatibleError, KvctlError, MemberDownError, Si
 from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.transport_contract import collect, drive
 from kvctl.transports.api import Completion, Op, Status
+from kvctl.transports.http import bulk
 from kvctl.transports.http.bulk import INLINE, HttpTransport
 from kvctl.transports.http.ranges import check_read
 from kvctl.transports.wire import Connection, Head
@@ -35,6 +36,7 @@ class Dialect:
     url: str = "test://peer"
     server: str = "a peer"
     refusals: list[int] = field(default_factory=list)
+    made: list[Connection] = field(default_factory=list)
 
     def describe(self, op: Op) -> str:
         return op.key
@@ -43,7 +45,8 @@ class Dialect:
         return
 
     def connect(self) -> Connection:
-        return Connection("127.0.0.1", self.port, tls=None, connect_timeout=10, timeout=self.timeout)
+        self.made.append(Connection("127.0.0.1", self.port, tls=None, connect_timeout=10, timeout=self.timeout))
+        return self.made[-1]
 
     def read_head(self, op: Op) -> bytes:
         return b"%08d %08d\n" % (op.offset, op.offset + op.length - 1)
@@ -134,9 +137,9 @@ def peers() -> Iterator[Callable[..., tuple[Peer, HttpTransport]]]:
     """Starts a peer and a transport to it whose first read has made a connection."""
     opened: list[Peer | HttpTransport] = []
 
-    def start(*scripts: Script, timeout: float = 30.0) -> tuple[Peer, HttpTransport]:
+    def start(*scripts: Script, timeout: float = 30.0, threads: int = 4) -> tuple[Peer, HttpTransport]:
         peer = Peer(good, *scripts)
-        transport = HttpTransport(Dialect(peer.port, timeout), name="test", threads=4, plain=True)
+        transport = HttpTransport(Dialect(peer.port, timeout), name="test", threads=threads, plain=True)
         opened.extend((transport, peer))
         buffer = GuardedBuffer(10)
         assert drive(transport, [Op(0, "read", "first", 0, 10, buffer)])[0].status is Status.DONE
@@ -146,6 +149,11 @@ def peers() -> Iterator[Callable[..., tuple[Peer, HttpTransport]]]:
     yield start
     for item in opened:
         item.close()
+
+
+def dialect_of(transport: HttpTransport) -> Dialect:
+    assert isinstance(transport._dialect, Dialect)
+    return transport._dialect
 
 
 def one(
@@ -296,7 +304,12 @@ def test_silence_ends_a_read_and_a_slow_body_does_not(peers: Callable[..., tuple
             peer.sendall(data[start : start + len(data) // 4])
             time.sleep(1.3)
 
-    _, transport = peers(slow, timeout=5.0)
+    _, transport = peers(good, slow, timeout=5.0)
+    assert one(transport, length=250_000).status is Status.DONE
+    (connection,) = dialect_of(transport).made
+    assert connection.batches
+    assert one(transport, length=250_000).status is Status.DONE
+    assert not connection.batches  # it was not woken for what had come: from here on it is, for any byte
     assert one(transport, length=250_000).status is Status.DONE
 
 
@@ -326,6 +339,86 @@ def test_other_threads_cancel_and_close_while_it_waits(peers: Callable[..., tupl
         assert done.status is Status.CANCELLED
         buffer.check()
         buffer.close()
+
+
+class Gate:
+    """Counts what workers do, each once the gate is open."""
+
+    def __init__(self, transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.asked: list[int] = []
+        perform = transport.perform
+
+        def waits(op: Op) -> int:
+            self.asked.append(op.id)
+            assert self.open.wait(30)
+            return perform(op)
+
+        monkeypatch.setattr(transport, "perform", waits)
+
+
+def test_a_large_read_that_is_alone_takes_no_worker(
+    peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "INLINE", 1000)
+    _, transport = peers()
+    gate = Gate(transport, monkeypatch)
+    for length in (1001, 250_000):
+        assert one(transport, length=length).status is Status.DONE
+    assert gate.asked == []
+
+
+def test_a_request_is_on_its_way_before_its_worker_is(
+    peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "INLINE", 1000)
+    peer, transport = peers()
+    buffer = GuardedBuffer(150_000)
+
+    def two(first: int) -> list[Op]:
+        return [Op(first + i, "read", "k", i * 50_000, 50_000 + i, buffer, i * 50_000) for i in range(2)]
+
+    assert {done.status for done in drive(transport, two(1)).values()} == {Status.DONE}
+    asked = [threading.Event(), threading.Event()]
+
+    def answer(peer: socket.socket, first: int, last: int) -> None:
+        asked[first // 50_000].set()
+        good(peer, first, last)
+
+    peer.scripts += [answer, answer]
+    gate = Gate(transport, monkeypatch)
+    transport.submit(two(3))
+    assert all(event.wait(30) for event in asked)
+    gate.open.set()
+    found = collect(transport, 2)
+    assert {(done.status, done.requests) for done in found.values()} == {(Status.DONE, 1)}
+    assert gate.asked == [4]
+    assert buffer.view[:100_001] == DATA[:100_001]
+    assert peer.connections == 2
+    buffer.close()
+
+
+def test_a_read_that_is_cancelled_in_line_leaves_no_answer_behind(
+    peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "INLINE", 1000)
+    _, transport = peers(threads=1)
+    gate = Gate(transport, monkeypatch)
+    buffer = GuardedBuffer(4000)
+    transport.submit([Op(1, "read", "k", 0, 2000, buffer)])  # takes the connection
+    transport.submit([Op(2, "read", "k", 0, 2000, buffer)])  # the worker's, on one of its own
+    assert [done.id for done in transport.poll(None)] == [1]
+    transport.submit([Op(3, "read", "k", 0, 2000, buffer, 2000)])  # sent ahead, in line behind it
+    transport.cancel([3])
+    gate.open.set()
+    found = collect(transport, 2)
+    assert (found[2].status, found[3].status) == (Status.DONE, Status.CANCELLED)
+    assert gate.asked == [2]
+    buffer.check((0, 2000))
+    buffer.close()
+    first, _ = dialect_of(transport).made
+    assert first.fileno() < 0  # closed: what comes on it belongs to nobody
+    assert one(transport).status is Status.DONE
 
 
 def test_what_a_worker_ends_wakes_who_waits_for_a_small_read(

@@ -67,14 +67,14 @@ def test_a_peer_slower_than_a_batch_is_read_the_plain_way_from_then_on(
 
     def trickle(peer: socket.socket, data: bytes) -> None:
         peer.sendall(data[: MIB // 2])
-        while connections[0]._batch:  # longer than a batch may take, whatever the machine
+        while connections[0].batches:  # longer than a batch may take, whatever the machine
             time.sleep(0.01)
         peer.sendall(data[MIB // 2 :])
 
     with closing(answering(body, trickle)) as connection:
         connections.append(connection)
         assert fetch(connection, body) == body
-        assert not connection._batch
+        assert not connection.batches
         assert fetch(connection, body) == body
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -204,6 +204,9 @@ def _paces(kind: Mapping[str, Any]) -> list[str]:  # Any: JSON
     ]
 
 
+_READINTO: Final = "Python's http.client and `readinto`, asking the ceiling's server"
+
+
 def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON
     lines: list[str] = []
     for store in document["stores"]:
@@ -221,6 +224,7 @@ def _shown(document: Mapping[str, Any]) -> str:  # Any: JSON
         passed = "; ".join(f"{name}: {reason}" for name, reason in store["passed_over"])
         facts = [
             ("ceiling", store["ceiling"] or "none is known for this medium"),
+            ("readinto", _READINTO if any(cell["path"] == "readinto" for cell in store["cells"]) else ""),
             ("ceiling-rdma", store["rdma_ceiling"]),
             ("server's CPU", store["server_cpu"]),
             ("auto takes", f"{store['auto']} ({store['auto_reason']})"),

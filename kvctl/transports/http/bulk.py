@@ -1,8 +1,9 @@
 """The transport: one lean request per range over persistent connections, bodies straight into memory.
 
 One transport per endpoint. Small reads are done by the thread that polls (`InlineReads`), all else by worker threads
-that block; both take idle connections from one pool, and only a worker makes new ones. Every answer is checked before
-its bytes count: status, length, `Content-Range` against the size that the object must have, ETag against the version.
+that block; a read's request is sent before its worker wakes up. All take idle connections from one pool, and only a
+worker makes new ones. Every answer is checked before its bytes count: status, length, `Content-Range` against the size
+that the object must have, ETag against the version.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTra
 from kvctl.transports.views import advance, first_of
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 
-# Reads up to here are done by the thread that polls. More of them at a time than it can copy is no gain.
+# Reads up to here are done by the thread that polls, and any that is the only one on its way. More of them at a time
+# than it can copy is no gain.
 INLINE: Final = 1 << 20
 
 
 @dataclass(slots=True)
 class _Begun:
-    """What `InlineReads` leaves to a worker: where the head of an answer has been read, with its connection."""
+    """What is left to a worker of a read whose request was sent: the connection, unless that is lost, and the answer's
+    head, if that has been read.
+    """
 
     connection: Connection | None
     head: Head | None
@@ -61,9 +65,10 @@ class HttpTransport(ThreadedTransport):
             super().submit(rest)
 
     def _begin(self, op: Op) -> bool:
-        """Send a small read's request at once, where there is a connection for it."""
-        if op.kind != "read" or not 0 < op.length <= INLINE:
+        """Send a read's request at once, where there is a connection for it."""
+        if op.kind != "read" or op.length <= 0:
             return False
+        ours = op.length <= INLINE or self._is_idle
         with self._pool_lock:
             if not self._idle:
                 return False
@@ -77,7 +82,24 @@ class HttpTransport(ThreadedTransport):
         finally:
             if not head:
                 connection.close()
-        return bool(head) and self._inline.start(op, connection, head)
+        if head and ours:
+            return self._inline.start(op, connection, head)
+        return bool(head) and self._send_ahead(op, connection, head)
+
+    def _send_ahead(self, op: Op, connection: Connection, head: bytes) -> bool:
+        """For a worker, which wakes up while the server is at it."""
+        try:
+            connection.send(head)
+        except OSError:
+            connection.close()
+            return False
+        self._hand_over(op, connection, None)
+        return True
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is on its way."""
+        return not self._outstanding and not self._inline.busy
 
     def poll(self, timeout: float | None) -> list[Completion]:
         return self.poll_beside(self._inline, timeout)
@@ -97,10 +119,21 @@ class HttpTransport(ThreadedTransport):
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+        for op_id in list(self._begun):
+            self.drop(op_id)
 
     def _hand_over(self, op: Op, connection: Connection | None, head: Head | None) -> None:
         self._begun[op.id] = _Begun(connection, head)
-        super().submit([op])
+        try:
+            super().submit([op])
+        except KvctlError:
+            self.drop(op.id)
+            raise
+
+    def drop(self, op_id: int) -> None:
+        begun = self._begun.pop(op_id, None)
+        if begun is not None and begun.connection is not None:
+            begun.connection.close()
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -109,13 +142,14 @@ class HttpTransport(ThreadedTransport):
             raise UsageError(f"{self._dialect.url}: {op.key}: {self.name} writes whole objects only")
         if op.kind == "read" and op.length <= 0:
             raise UsageError(f"{self._dialect.url}: {op.key}: a read of {op.length} bytes makes no sense")
-        self._dialect.refuse(op)
+        if op.kind == "write":
+            self._dialect.refuse(op)
         begun = self._begun.pop(op.id, None)
         requests = 0 if begun is None else 1
         while True:
-            head = None
+            head, sent = None, False
             if begun is not None and begun.connection is not None:
-                connection, reused, head = begun.connection, True, begun.head
+                connection, reused, head, sent = begun.connection, True, begun.head, True
                 begun = None
             else:
                 connection, reused = self._connect(op)
@@ -123,7 +157,12 @@ class HttpTransport(ThreadedTransport):
             keep = False
             try:
                 with _Interruptible(self, op, connection):
-                    keep = self._read(op, connection, head) if op.kind == "read" else self._write(op, connection)
+                    if op.kind == "write":
+                        keep = self._write(op, connection)
+                    else:
+                        if not sent:
+                            connection.send(self._dialect.read_head(op))
+                        keep = self._read(op, connection, head or connection.read_head())
             except (OSError, ProtocolError) as problem:
                 if self.is_cancelled(op.id):
                     raise OpCancelledError from None
@@ -170,10 +209,7 @@ class HttpTransport(ThreadedTransport):
                 return
         connection.close()
 
-    def _read(self, op: Op, connection: Connection, head: Head | None) -> bool:
-        if head is None:
-            connection.send(self._dialect.read_head(op))
-            head = connection.read_head()
+    def _read(self, op: Op, connection: Connection, head: Head) -> bool:
         if head.status not in {200, 206}:
             raise self._refusal(op, head, connection)
         self._dialect.check(op, head)

@@ -22,6 +22,7 @@ from kvctl.transports.wire import Connection, Head, ProtocolError, advance, pars
 _HEAD_PEEK: Final = 1024  # what it takes of the body has to be copied
 _HEAD_LIMIT: Final = 65536
 _AT_ONCE: Final = 128 << 10  # up to here a body is waited for as a whole
+_BATCH: Final = 8 << 20  # bytes to be woken for; the kernel takes less where its buffers end
 _LOOK_AGAIN: Final = 0.5  # seconds after which all connections are looked at, whatever the kernel says
 
 
@@ -138,8 +139,15 @@ class InlineReads:
         return ended
 
     def _look(self, reading: Reading, now: float) -> None:
-        """The kernel wakes for whole bodies: what comes slowly is fetched piece by piece, and given up in time."""
+        """The kernel wakes for many bytes: what comes slowly, or does not fit into the window, is fetched as it comes,
+        and given up in time.
+        """
+        waited = not reading.moved and now - reading.deadline + self._dialect.timeout > _LOOK_AGAIN / 2
+        missing = reading.missing
         self._take(reading)
+        if waited and reading.missing < missing:
+            reading.connection.batches = False
+            self._batch(reading, 1)
         if reading.moved:
             reading.moved = False
             reading.deadline = now + self._dialect.timeout
@@ -163,8 +171,8 @@ class InlineReads:
                 advance(left, count)
                 reading.missing -= count
                 reading.moved = True
-                if left and reading.op.length > _AT_ONCE:
-                    connection.wake_at(reading.missing)
+                if left and connection.batches:
+                    self._batch(reading, min(reading.missing, _BATCH))
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as problem:
@@ -178,6 +186,10 @@ class InlineReads:
             return
         if reading.missing == 0:
             self._end(reading, Status.DONE)
+
+    def _batch(self, reading: Reading, nbytes: int) -> None:
+        if reading.op.length > _AT_ONCE and self._readings.get(reading.number) is reading:
+            reading.connection.wake_at(nbytes)
 
     def _take_head(self, reading: Reading) -> bool:
         """Whether the head is there, and the body is to be taken."""
@@ -211,8 +223,8 @@ class InlineReads:
             left[0][:count] = rest[:count]
             rest = rest[count:]
             advance(left, count)
-        if missing > _AT_ONCE:  # half of it is copied while the other half comes
-            reading.connection.wake_at(missing // 2)
+        if reading.connection.batches:  # half of it is copied while the other half comes
+            self._batch(reading, min(missing // 2, _BATCH))
         return True
 
     def _pass_on(self, reading: Reading, head: Head | None = None) -> None:
