@@ -142,7 +142,8 @@ class InlineReads:
         """The kernel wakes for many bytes: what comes slowly, or does not fit into the window, is fetched as it comes,
         and given up in time.
         """
-        waited = not reading.moved and now - reading.deadline + self._dialect.timeout > _LOOK_AGAIN / 2
+        silent = now - reading.deadline + self._dialect.timeout
+        waited = reading.begun and not reading.moved and silent > _LOOK_AGAIN / 2
         missing = reading.missing
         self._take(reading)
         if waited and reading.missing < missing:
