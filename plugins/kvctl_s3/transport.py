@@ -53,7 +53,7 @@ class S3Dialect:
         return f"PUT {url}" if op.kind == "write" else f"GET {url} bytes={op.offset}-{op.offset + op.length - 1}"
 
     def refuse(self, op: Op) -> None:
-        if op.kind == "write" and op.length > _MOST:
+        if op.length > _MOST:
             raise UsageError(
                 f"{self.url}: {op.key}: an object of {op.length} bytes, S3 takes {_MOST} in one request",
                 hint="push it into a repo: that stores it in stripes",

@@ -119,8 +119,6 @@ class HttpTransport(ThreadedTransport):
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
-        for op_id in list(self._begun):
-            self.drop(op_id)
 
     def _hand_over(self, op: Op, connection: Connection | None, head: Head | None) -> None:
         self._begun[op.id] = _Begun(connection, head)

@@ -28,7 +28,7 @@ class Dialect(Protocol):
         ...
 
     def refuse(self, op: Op) -> None:
-        """Raises UsageError for an operation that these servers cannot do."""
+        """Raises UsageError for a write that these servers cannot do."""
         ...
 
     def connect(self) -> Connection:

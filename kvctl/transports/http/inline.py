@@ -148,7 +148,8 @@ class InlineReads:
         self._take(reading)
         if waited and reading.missing < missing:
             reading.connection.batches = False
-            self._batch(reading, 1)
+            if self._readings.get(reading.number) is reading:
+                reading.connection.wake_at(1)
         if reading.moved:
             reading.moved = False
             reading.deadline = now + self._dialect.timeout
@@ -172,8 +173,8 @@ class InlineReads:
                 advance(left, count)
                 reading.missing -= count
                 reading.moved = True
-                if left and connection.batches:
-                    self._batch(reading, min(reading.missing, _BATCH))
+                if left:
+                    _batch(reading, reading.missing)
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as problem:
@@ -187,10 +188,6 @@ class InlineReads:
             return
         if reading.missing == 0:
             self._end(reading, Status.DONE)
-
-    def _batch(self, reading: Reading, nbytes: int) -> None:
-        if reading.op.length > _AT_ONCE and self._readings.get(reading.number) is reading:
-            reading.connection.wake_at(nbytes)
 
     def _take_head(self, reading: Reading) -> bool:
         """Whether the head is there, and the body is to be taken."""
@@ -224,8 +221,7 @@ class InlineReads:
             left[0][:count] = rest[:count]
             rest = rest[count:]
             advance(left, count)
-        if reading.connection.batches:  # half of it is copied while the other half comes
-            self._batch(reading, min(missing // 2, _BATCH))
+        _batch(reading, missing // 2)  # half of it is copied while the other half comes
         return True
 
     def _pass_on(self, reading: Reading, head: Head | None = None) -> None:
@@ -278,6 +274,12 @@ class InlineReads:
                 self._poller.unregister(self._wake)
                 os.close(self._wake)
                 self._wake = -1
+
+
+def _batch(reading: Reading, nbytes: int) -> None:
+    """Be woken for `nbytes` of a large body, where that does its connection good."""
+    if reading.op.length > _AT_ONCE and reading.connection.batches:
+        reading.connection.wake_at(min(nbytes, _BATCH))
 
 
 def _cancelled(reading: Reading) -> Completion:
