@@ -8,6 +8,7 @@ from typing import Final
 from kvctl.doctor import children
 from kvctl.doctor.findings import Finding, Probe
 from kvctl.transports import registry
+from kvctl.transports.http import pump
 
 AREA: Final = "transports"
 
@@ -15,6 +16,7 @@ AREA: Final = "transports"
 def probes() -> list[Probe]:
     return [
         Probe(AREA, "plug-ins", lambda: list(broken())),
+        Probe(AREA, "compiled reader", lambda: list(compiled())),
         Probe(AREA, "probes", lambda: list(transports()), children.START + 4 * children.SECONDS),
     ]
 
@@ -26,6 +28,15 @@ def broken() -> Iterator[Finding]:
         yield Finding(AREA, f"plug-in {item.name}", "broken", item.group, item.reason, "reinstall or uninstall it")
     if not found:
         yield Finding(AREA, "plug-ins", "ok", f"{len(registry.transport_specs())} transports, none broken")
+
+
+def compiled() -> Iterator[Finding]:
+    reason = pump.why_not()
+    if reason:
+        why = f"{reason}: s3 and native-tcp read in Python, at more CPU per request"
+        yield Finding(AREA, "compiled reader", "degraded", "none", why, pump.HINT)
+    else:
+        yield Finding(AREA, "compiled reader", "ok", "loads")
 
 
 def transports() -> Iterator[Finding]:

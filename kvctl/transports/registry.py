@@ -61,6 +61,7 @@ class TransportSpec:
     options: Mapping[str, str]) -> Transport. `probe`: "module:func", called as func() -> Probe, cheap. `serves`:
     "module:func", called as func(config: StoreConfig, store: Store) -> str where a transport depends on what the server
     offers: why it does not offer this, empty when it does. `auto` asks; one that is asked for by name just runs.
+    `lacks`: "module:func", called as func() -> (a part of it that makes it faster, why that is not here), or None.
 
     `rank` orders `auto`: the available transport of the highest rank runs. Ranks in use: below 0 what runs only when
     asked for by name (s3-rdma), 0 store-get,
@@ -79,11 +80,12 @@ class TransportSpec:
     install_hint: str = ""
     probe: str = ""
     serves: str = ""
+    lacks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that runs and why: `passed_over` names each faster one and the reason."""
+    """The transport that runs and why: `passed_over` names each faster one, or faster part of it, and the reason."""
 
     spec: TransportSpec
     reason: str
@@ -211,7 +213,7 @@ def choose(
                 cause=result.reason,
                 hint=result.hint or spec.install_hint,
             )
-        return Choice(spec, "asked for")
+        return Choice(spec, "asked for", _lacking(spec))
     passed = [(name, broken.reason) for name, broken in _scan(_TRANSPORTS, TransportSpec)[1].items()]
     for spec in sorted(specs.values(), key=lambda item: (-item.rank, item.name)):
         if spec.schemes and scheme not in spec.schemes:
@@ -221,12 +223,17 @@ def choose(
             result = probe(spec)
             refusal = unserved(spec, stores) if result.available else result.reason
         if not refusal:
-            return Choice(spec, "the fastest available for this store and memory", tuple(passed))
+            return Choice(spec, "the fastest available for this store and memory", (*passed, *_lacking(spec)))
         passed.append((spec.name, refusal))
     raise EnvError(
         f"no transport moves bytes between {scheme}:// and {memory_kind} memory",
         cause=str(passed) if passed else None,
     )
+
+
+def _lacking(spec: TransportSpec) -> tuple[tuple[str, str], ...]:
+    found: tuple[str, str] | None = load_object(spec.lacks)() if spec.lacks else None
+    return () if found is None else (found,)
 
 
 def _refusal(spec: TransportSpec, scheme: str, memory_kind: str) -> str:

@@ -21,7 +21,7 @@ from kvctl.transports.views import MOST, first_of
 from kvctl.transports.views import advance as advance  # noqa: PLC0414 - http.inline takes it from here
 
 _HEAD_PEEK: Final = 4096
-_HEAD_LIMIT: Final = 65536
+HEAD_LIMIT: Final = 65536
 # bytes that make the kernel wake a reader; at 1 MiB a body of 2 MiB is not read while it comes
 _BATCH: Final = 512 << 10
 _BATCH_WAIT: Final = 0.1  # seconds that a batch may take
@@ -35,6 +35,10 @@ _STATUS: Final = re.compile(r"HTTP/1\.[01] ([0-9]{3})(?: [^\r\n]*)?")
 
 class ProtocolError(Exception):
     """The server's answer is not HTTP, or not in a form that can be checked."""
+
+
+def too_large() -> ProtocolError:
+    return ProtocolError(f"an answer with more than {HEAD_LIMIT} bytes of headers")
 
 
 class ClosedError(ConnectionError):
@@ -157,8 +161,8 @@ class Connection:
         while True:
             # a small first receive: what it takes of the body has to be copied
             while (end := data.find(b"\r\n\r\n")) < 0:
-                if len(data) > _HEAD_LIMIT:
-                    raise ProtocolError(f"an answer with more than {_HEAD_LIMIT} bytes of headers")
+                if len(data) > HEAD_LIMIT:
+                    raise too_large()
                 try:
                     more = self._raw.recv(_HEAD_PEEK)
                 except ConnectionError as problem:

@@ -21,8 +21,10 @@ TRANSPORT = TransportSpec(
     "lean ranged requests, bodies received straight into memory",
     "kvctl_native.transport:open_transport",
     schemes=("node", "peer"),
+    lacks="kvctl.transports.http.pump:lacking",
     options=(
         Option("threads", "connections per endpoint", "4"),
         Option("receive_buffer", "bytes of socket buffer, 0: the kernel tunes it", "0"),
+        Option("compiled", "false: reads in Python, not by the compiled reader", "true where that was built"),
     ),
 )

@@ -10,6 +10,7 @@ from typing import Final
 from kvctl.core.errors import KvctlError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.http.bulk import HttpTransport
+from kvctl.transports.http.pump import wanted
 from kvctl.transports.http.ranges import check_read, object_size
 from kvctl.transports.options import check_names, number
 from kvctl.transports.wire import Connection, Head
@@ -19,7 +20,7 @@ from kvctl_native.route import Route, encode_key
 from kvctl_native.settings import Place, parse_access, parse_place
 from kvctl_native.store import NodeStore
 
-_OPTIONS: Final = ("receive_buffer", "threads")
+_OPTIONS: Final = ("compiled", "receive_buffer", "threads")
 # The head of a node's answer to a ranged GET, without its empty line, as the node's quick way writes it.
 _ANSWER: Final = re.compile(
     rb"HTTP/1\.1 206 Partial Content\r\n"
@@ -28,6 +29,7 @@ _ANSWER: Final = re.compile(
     rb"content-range: bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\r\n"
     rb"content-length: ([0-9]{1,19})"
 )
+_BEFORE_DATE: Final = b"HTTP/1.1 206 Partial Content\r\ndate: "
 _HINT: Final = "what is in between, a proxy or a cache, changes answers: use the node's own endpoint"
 
 
@@ -74,6 +76,16 @@ class NodeDialect:
             and (op.version is None or version == op.version.encode("latin-1"))
         )
 
+    def expected(self, op: Op) -> tuple[bytes, bytes]:
+        if op.version is None or op.object_size is None:
+            return b"", b""
+        last = op.offset + op.length - 1
+        behind = (
+            f'\r\netag: "{op.version}"\r\ncontent-range: bytes {op.offset}-{last}/{op.object_size}\r\n'
+            f"content-length: {op.length}\r\n\r\n"
+        )
+        return _BEFORE_DATE, behind.encode("latin-1")
+
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, f"{self.url}: {op.key}", whole=False, versions=True, hint=_HINT)
 
@@ -103,10 +115,11 @@ def bare_store(store: Store, config: StoreConfig) -> NodeStore:
 def open_transport(
     config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]
 ) -> HttpTransport:
-    """Options: threads, receive_buffer (bytes, 0: the kernel's own)."""
+    """Options: threads, receive_buffer (bytes, 0: the kernel's own), compiled=auto|true|false."""
     check_names("native-tcp", options, _OPTIONS)
     bare = bare_store(store, config)
     places = bare.access.places
     place = places[0] if endpoint is None else parse_place(endpoint, tls=places[0].tls)
     dialect = NodeDialect(bare, place, number(options, "receive_buffer", 0, 0, 1 << 30))
-    return HttpTransport(dialect, name="native-tcp", threads=number(options, "threads", 4, 1, 256), plain=not place.tls)
+    threads = number(options, "threads", 4, 1, 256)
+    return HttpTransport(dialect, name="native-tcp", threads=threads, plain=not place.tls, compiled=wanted(options))

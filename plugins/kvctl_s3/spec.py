@@ -24,9 +24,11 @@ TRANSPORT = TransportSpec(
     "signed ranged requests, bodies received straight into memory",
     "kvctl_s3.transport:open_transport",
     schemes=("s3",),
+    lacks="kvctl.transports.http.pump:lacking",
     options=(
         Option("threads", "connections per endpoint", "4"),
         Option("payload", "unsigned, or signed: uploads carry their SHA-256 (slow)", "unsigned"),
         Option("receive_buffer", "bytes of socket buffer, 0: the kernel tunes it", "0"),
+        Option("compiled", "false: reads in Python, not by the compiled reader", "true where that was built"),
     ),
 )

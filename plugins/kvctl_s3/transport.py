@@ -10,6 +10,7 @@ from typing import Final
 from kvctl.core.errors import KvctlError, UsageError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.http.bulk import HttpTransport
+from kvctl.transports.http.pump import wanted
 from kvctl.transports.http.ranges import check_read, object_size
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.wire import Connection, Head
@@ -85,6 +86,9 @@ class S3Dialect:
     def fits(self, op: Op, head: bytes) -> bool:
         return False
 
+    def expected(self, op: Op) -> tuple[bytes, bytes]:
+        return b"", b""  # servers differ
+
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, f"{self.url}: {op.key}", whole=True, versions=False, hint=_NOT_S3)
 
@@ -125,12 +129,16 @@ def _bare_store(store: Store, config: StoreConfig) -> S3Store:
 def open_transport(
     config: StoreConfig, store: Store, endpoint: str | None, options: Mapping[str, str]
 ) -> HttpTransport:
-    """Options: threads, payload=unsigned|signed, receive_buffer (bytes, 0: the kernel's own)."""
-    check_names("s3", options, ("threads", "payload", "receive_buffer"))
+    """Options: threads, payload=unsigned|signed, receive_buffer (bytes, 0: the kernel's own),
+    compiled=auto|true|false.
+    """
+    check_names("s3", options, ("compiled", "threads", "payload", "receive_buffer"))
     payload = choice(options, "payload", ("unsigned", "signed"))
     bare = _bare_store(store, config)
     place = check_endpoint(endpoint) if endpoint is not None else bare.access.endpoints[0]
     receive_buffer = number(options, "receive_buffer", 0, 0, 1 << 30)
     dialect = S3Dialect(bare, place, sign_payload=payload == "signed", receive_buffer=receive_buffer)
     threads = number(options, "threads", 4, 1, 256)
-    return HttpTransport(dialect, name="s3", threads=threads, plain=place.startswith("http://"))
+    return HttpTransport(
+        dialect, name="s3", threads=threads, plain=place.startswith("http://"), compiled=wanted(options)
+    )

@@ -1,7 +1,12 @@
-"""Small reads that the polling thread does itself: what goes wrong on a connection, and what other threads ask."""
+"""Reads that the polling thread does itself, compiled and in Python: what goes wrong on a connection, and what other
+threads ask.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import select
 import socket
 import threading
 import time
@@ -17,6 +22,7 @@ from kvctl.testing.transport_contract import collect, drive
 from kvctl.transports.api import Completion, Op, Status
 from kvctl.transports.http import bulk
 from kvctl.transports.http.bulk import INLINE, HttpTransport
+from kvctl.transports.http.pump import why_not
 from kvctl.transports.http.ranges import check_read
 from kvctl.transports.wire import Connection, Head
 
@@ -56,6 +62,13 @@ class Dialect:
 
     def fits(self, op: Op, head: bytes) -> bool:
         return op.key == "quick" and head.startswith(b"HTTP/1.1 206 ") and b"close" not in head
+
+    def expected(self, op: Op) -> tuple[bytes, bytes]:
+        if op.key != "exact":
+            return b"", b""
+        before, date, behind = head(op.offset, op.offset + op.length - 1).partition(b"artial Content")
+        assert date  # any text will do there
+        return before, behind
 
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, op.key, whole=False, versions=False, hint="")
@@ -132,14 +145,23 @@ def closes(peer: socket.socket, first: int, last: int) -> None:
     peer.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.fixture
-def peers() -> Iterator[Callable[..., tuple[Peer, HttpTransport]]]:
+# what only one of them does
+only_compiled = pytest.mark.parametrize("peers", ["compiled"], indirect=True)
+only_python = pytest.mark.parametrize("peers", ["python"], indirect=True)
+
+
+@pytest.fixture(params=["compiled", "python"])
+def peers(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Peer, HttpTransport]]]:
     """Starts a peer and a transport to it whose first read has made a connection."""
     opened: list[Peer | HttpTransport] = []
+    if request.param == "compiled" and why_not():
+        pytest.skip(f"no compiled reader: {why_not()}")
 
     def start(*scripts: Script, timeout: float = 30.0, threads: int = 4) -> tuple[Peer, HttpTransport]:
         peer = Peer(good, *scripts)
-        transport = HttpTransport(Dialect(peer.port, timeout), name="test", threads=threads, plain=True)
+        transport = HttpTransport(
+            Dialect(peer.port, timeout), name="test", threads=threads, plain=True, compiled=request.param == "compiled"
+        )
         opened.extend((transport, peer))
         buffer = GuardedBuffer(10)
         assert drive(transport, [Op(0, "read", "first", 0, 10, buffer)])[0].status is Status.DONE
@@ -171,7 +193,7 @@ def one(
     return done
 
 
-@pytest.mark.parametrize("key", ["k", "quick"])
+@pytest.mark.parametrize("key", ["k", "quick", "exact"])
 @pytest.mark.parametrize("length", [1, 1000, 100_000, 200_000, SIZE - 7])
 def test_reads_of_any_size_use_one_connection_and_no_worker(
     peers: Callable[..., tuple[Peer, HttpTransport]], key: str, length: int
@@ -241,8 +263,10 @@ def _endless(peer: socket.socket, first: int, last: int) -> None:
         (_short, TransientError, "quick", True), (_other_range, SizeMismatchError, "k", False),
         (_longer, SizeMismatchError, "k", False), (_longer, SizeMismatchError, "quick", False),
         (_junk, IncompatibleError, "k", False), (_endless, IncompatibleError, "k", False),
+        (_short, TransientError, "exact", True), (_other_range, SizeMismatchError, "exact", False),
+        (_longer, SizeMismatchError, "exact", False),
     ],
-    ids=range(8),
+    ids=range(11),
 )  # fmt: skip
 def test_a_bad_answer_fails_its_read_and_spoils_no_other(
     peers: Callable[..., tuple[Peer, HttpTransport]], script: Script, kind: type[KvctlError], key: str, touched: bool
@@ -255,17 +279,15 @@ def test_a_bad_answer_fails_its_read_and_spoils_no_other(
 
 
 def test_bytes_behind_an_answer_are_no_answer(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
-    sent = threading.Event()
-
     def more(peer: socket.socket, first: int, last: int) -> None:
         good(peer, first, last)
         peer.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
-        sent.set()
 
     peer, transport = peers(more)
     # of a body that does not fit into the first receive: what follows it is not noticed then
     assert one(transport, length=100_000).status is Status.DONE
-    assert sent.wait(30)
+    (connection,) = dialect_of(transport).made
+    assert select.select([connection], [], [], 30)[0]
     assert one(transport).status is Status.DONE
     assert peer.connections == 2
 
@@ -357,6 +379,7 @@ class Gate:
         monkeypatch.setattr(transport, "perform", waits)
 
 
+@only_python
 def test_a_large_read_that_is_alone_takes_no_worker(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +391,7 @@ def test_a_large_read_that_is_alone_takes_no_worker(
     assert gate.asked == []
 
 
+@only_python
 def test_a_request_is_on_its_way_before_its_worker_is(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +429,7 @@ def test_a_request_is_on_its_way_before_its_worker_is(
     buffer.close()
 
 
+@only_python
 def test_a_read_that_is_cancelled_in_line_leaves_no_answer_behind(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,3 +475,84 @@ def test_what_a_worker_ends_wakes_who_waits_for_a_small_read(
     holding.set()
     assert collect(transport, 1)[1].status is Status.DONE
     buffer.close()
+
+
+def _in_pieces(sizes: random.Random) -> Script:
+    """Sends an answer in pieces of any size, with pauses."""
+
+    def answer(peer: socket.socket, first: int, last: int) -> None:
+        data = memoryview(head(first, last) + DATA[first : last + 1])
+        while data:
+            size = int(2 ** sizes.uniform(0, 18))
+            peer.sendall(data[:size])
+            data = data[size:]
+            if sizes.random() < 0.2:
+                time.sleep(0.001)
+
+    return answer
+
+
+@only_compiled
+def test_many_reads_at_once_bring_the_right_bytes(
+    peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))  # three helpers
+    peer, transport = peers(threads=8)
+    sizes = random.Random(7)
+    for turn in range(12):
+        buffer = GuardedBuffer(8 * SIZE)
+        ops, places = [], []
+        for i in range(8):
+            offset = sizes.randrange(SIZE - 1)
+            length = min(SIZE - offset, int(2 ** sizes.uniform(0, 19)))
+            key = sizes.choice(["k", "quick", "exact"])
+            ops.append(Op(8 * turn + i + 1, "read", key, offset, length, buffer, i * SIZE, None, SIZE))
+            places.append((i * SIZE, i * SIZE + length))
+        peer.scripts += [_in_pieces(random.Random(sizes.random())) for _ in ops]
+        found = drive(transport, ops)
+        assert {done.status for done in found.values()} == {Status.DONE}
+        for op, (start, end) in zip(ops, places, strict=True):
+            assert buffer.view[start:end] == DATA[op.offset : op.offset + op.length]
+        del ops, op
+        buffer.check(*places)
+        buffer.close()
+
+
+@only_compiled
+@pytest.mark.parametrize("act", ["cancel", "close"])
+def test_memory_of_a_read_that_was_ended_is_let_alone(
+    peers: Callable[..., tuple[Peer, HttpTransport]], act: str
+) -> None:
+    sizes = random.Random(11)
+    for _ in range(25):
+        peer, transport = peers(threads=4)
+        peer.scripts += [_in_pieces(random.Random(sizes.random())) for _ in range(4)]
+        buffer = GuardedBuffer(4 * SIZE)
+        transport.submit([Op(i, "read", "exact", 0, SIZE, buffer, i * SIZE, None, SIZE) for i in range(4)])
+        pause = sizes.uniform(0, 0.004)
+
+        def other(transport: HttpTransport = transport, pause: float = pause) -> None:
+            time.sleep(pause)
+            if act == "cancel":
+                transport.cancel(range(4))
+            else:
+                transport.close()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        for i, done in collect(transport, 4).items():
+            assert done.status in {Status.DONE, Status.CANCELLED}
+            buffer.view[i * SIZE : (i + 1) * SIZE] = bytes(SIZE)
+        thread.join()
+        peer.release.set()
+        time.sleep(0.002)
+        assert bytes(buffer.view) == bytes(4 * SIZE)
+        buffer.close()
+
+
+@only_compiled
+def test_a_window_smaller_than_what_wakes_a_reader(peers: Callable[..., tuple[Peer, HttpTransport]]) -> None:
+    _, transport = peers(good, good)
+    (connection,) = dialect_of(transport).made
+    connection._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    assert one(transport, length=SIZE - 7).status is Status.DONE

@@ -1,9 +1,10 @@
 """The transport: one lean request per range over persistent connections, bodies straight into memory.
 
-One transport per endpoint. Small reads are done by the thread that polls (`InlineReads`), all else by worker threads
-that block; a read's request is sent before its worker wakes up. All take idle connections from one pool, and only a
-worker makes new ones. Every answer is checked before its bytes count: status, length, `Content-Range` against the size
-that the object must have, ETag against the version.
+One transport per endpoint. Reads are the compiled reader's (`CompiledReads`). Without it small ones are done by the
+thread that polls (`InlineReads`), all else, and anything under TLS, by worker threads that block; a read's request is
+sent before its worker wakes up. All take idle connections from one pool, and only a worker makes new ones. Every answer
+is checked before its bytes count: status, length, `Content-Range` against the size that the object must have, ETag
+against the version.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Final
 
 from kvctl.core.errors import KvctlError, UsageError
 from kvctl.transports.api import Capabilities, Completion, Op
+from kvctl.transports.http.compiled import CompiledReads
 from kvctl.transports.http.dialect import Dialect
 from kvctl.transports.http.inline import InlineReads, as_error, cut_off
 from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTransport
 from kvctl.transports.views import advance, first_of
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 
-# Reads up to here are done by the thread that polls, and any that is the only one on its way. More of them at a time
-# than it can copy is no gain.
+# Without the compiled reader, reads up to here are done by the thread that polls, and any that is alone on its way.
+# More of them at a time than it can copy is no gain.
 INLINE: Final = 1 << 20
 
 
@@ -39,8 +41,8 @@ class _Begun:
 class HttpTransport(ThreadedTransport):
     """See `kvctl.transports.api.Transport`."""
 
-    def __init__(self, dialect: Dialect, *, name: str, threads: int, plain: bool) -> None:
-        """`plain`: connections have no TLS."""
+    def __init__(self, dialect: Dialect, *, name: str, threads: int, plain: bool, compiled: bool) -> None:
+        """`plain`: connections have no TLS. `compiled`: reads are the compiled reader's (`pump.wanted`)."""
         super().__init__(Capabilities(max_in_flight=threads, zero_copy=plain, scatter=True, gather=True))
         self.name = name
         self.endpoint = dialect.endpoint
@@ -51,7 +53,12 @@ class HttpTransport(ThreadedTransport):
         self._begun: dict[int, _Begun] = {}
         self._pool_lock = threading.Lock()
         self._ended = False
-        self._inline = InlineReads(dialect, give_back=self._give_back, hand_over=self._hand_over)
+        self._compiled = compiled and plain
+        self._inline: InlineReads | CompiledReads = (
+            CompiledReads(dialect, threads, give_back=self._give_back, hand_over=self._hand_over)
+            if self._compiled
+            else InlineReads(dialect, give_back=self._give_back, hand_over=self._hand_over)
+        )
 
     def describe(self, op: Op) -> str:
         """The request an operation becomes, for -v."""
@@ -68,7 +75,7 @@ class HttpTransport(ThreadedTransport):
         """Send a read's request at once, where there is a connection for it."""
         if op.kind != "read" or op.length <= 0:
             return False
-        ours = op.length <= INLINE or self._is_idle
+        ours = self._compiled or op.length <= INLINE or self._is_idle
         with self._pool_lock:
             if not self._idle:
                 return False

@@ -49,6 +49,12 @@ class Dialect(Protocol):
         """
         ...
 
+    def expected(self, op: Op) -> tuple[bytes, bytes]:
+        """The head of an answer to `op` that fits, before and behind its date (any printable text), with the empty
+        line: as `fits`, for who compares bytes. Both empty where it cannot be told.
+        """
+        ...
+
     def check(self, op: Op, head: Head) -> None:
         """That the body to come is what `op` asked for. Raises KvctlError or ProtocolError."""
         ...

@@ -17,10 +17,9 @@ from kvctl.core.errors import IncompatibleError, KvctlError, TransientError
 from kvctl.transports.api import Completion, Op, Status
 from kvctl.transports.http.dialect import Dialect
 from kvctl.transports.threaded import forget_frames
-from kvctl.transports.wire import Connection, Head, ProtocolError, advance, parse_head
+from kvctl.transports.wire import HEAD_LIMIT, Connection, Head, ProtocolError, advance, parse_head, too_large
 
 _HEAD_PEEK: Final = 1024  # what it takes of the body has to be copied
-_HEAD_LIMIT: Final = 65536
 _AT_ONCE: Final = 128 << 10  # up to here a body is waited for as a whole
 _BATCH: Final = 8 << 20  # bytes to be woken for; the kernel takes less where its buffers end
 _LOOK_AGAIN: Final = 0.5  # seconds after which all connections are looked at, whatever the kernel says
@@ -91,7 +90,7 @@ class InlineReads:
         with self._lock:  # first, so that a cancel that comes while it is sent finds it
             if self._closed:
                 connection.close()
-                self._ended.append(_cancelled(reading))
+                self._ended.append(cancelled(op, reading.started))
                 return True
             if self._wake < 0:
                 self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -195,8 +194,8 @@ class InlineReads:
             more = reading.connection.take(_HEAD_PEEK)
             if not more:
                 raise ConnectionResetError("the server closed the connection")
-            if len(reading.data) > _HEAD_LIMIT:
-                raise ProtocolError(f"an answer with more than {_HEAD_LIMIT} bytes of headers")
+            if len(reading.data) > HEAD_LIMIT:
+                raise too_large()
             reading.data += more
             reading.moved = True
         op, data = reading.op, reading.data
@@ -282,8 +281,9 @@ def _batch(reading: Reading, nbytes: int) -> None:
         reading.connection.wake_at(min(nbytes, _BATCH))
 
 
-def _cancelled(reading: Reading) -> Completion:
-    return Completion(reading.op.id, Status.CANCELLED, started=reading.started, finished=time.monotonic())
+def cancelled(op: Op, started: float) -> Completion:
+    """Of one that was not begun, or is not any more."""
+    return Completion(op.id, Status.CANCELLED, started=started, finished=time.monotonic())
 
 
 def as_error(dialect: Dialect, op: Op, problem: OSError | ProtocolError) -> KvctlError:

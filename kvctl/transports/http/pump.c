@@ -1,0 +1,503 @@
+/* Reads of HTTP bodies without an interpreter. `kvctl.transports.http.compiled` is its only user, and says what for.
+ *
+ * A reading is one request on one connection. The thread that calls pump_poll waits for all connections and reads what
+ * it finds; while there are several readings, helpers do the same beside it. No thread here ever touches a Python
+ * object. There is no HTTP but this: an answer whose head is, byte for byte and but for its date, the one that the
+ * caller expects goes on with the body; any other head is the caller's to judge (HEAD_CAME).
+ *
+ * Who may touch a reading: whoever armed it gives it away, whoever gets its event owns it, and `end` gives it to the
+ * caller of pump_poll. Only `moved` and `plain` are looked at by others.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define FORM 1                      /* as in pump.py: changes with the functions and structures that it knows */
+
+/* how a reading ended; `value` is what came of the body, FAILED's is the errno; CLOSED: before the body, CUT_OFF: in it */
+enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAILED = 5 };
+
+#define PEEK 1024                   /* a small first receive: what it takes of the body has to be copied */
+#define HEAD_LIMIT 65536
+#define AT_ONCE ((size_t)128 << 10) /* up to here a body is waited for as a whole */
+#define BATCH ((size_t)2 << 20)     /* bytes to be woken for; the kernel takes less where its buffers end */
+#define LONE ((size_t)512 << 10)    /* of a lone reading: it is copied while more of it comes */
+#define PIECE ((size_t)512 << 10)   /* bytes copied at once: then the caller may have better to do */
+#define EVENTS 16
+#define PATIENCE 20                 /* milliseconds after which a helper looks whether it is still needed */
+#define MOST_VIEWS 1024             /* IOV_MAX */
+
+struct reading {
+    struct reading *next;           /* in the list of those that have ended, then of all */
+    struct reading *sibling;
+    int fd, code, in_body;
+    int low;                        /* SO_RCVLOWAT */
+    int plain;                      /* be woken for any byte */
+    uint64_t value, moved;
+    double finished;
+    size_t length, missing;
+    struct iovec one, *views, *left;
+    int count;                      /* of `left` */
+    char *expected;                 /* what comes before the date, then what comes behind it */
+    size_t before, behind, room;
+    char *data;                     /* of the answer's head, as far as it came */
+    size_t have, size;
+};
+
+struct ended { struct reading *reading; int64_t code; uint64_t value; double finished; };
+
+struct pump {
+    int epoll, wake, helpers, started, idle;
+    int large;                      /* readings with a large body, begun and not ended: helpers are for them */
+    int waiting;                    /* the caller is, and wants to be told */
+    int inside;                     /* the caller is in a function below */
+    int stop;
+    pthread_mutex_t lock;
+    pthread_cond_t work, left;
+    struct reading *first, **last;  /* that have ended */
+    struct reading *queue;          /* have something, and are nobody's */
+    struct reading *all;
+    pthread_t threads[];
+};
+
+void pump_free(struct pump *p) {
+    while (p->all) {
+        struct reading *r = p->all;
+        p->all = r->sibling;
+        free(r->views); free(r->expected); free(r->data); free(r);
+    }
+    if (p->epoll >= 0) close(p->epoll);
+    if (p->wake >= 0) close(p->wake);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->work);
+    pthread_cond_destroy(&p->left);
+    free(p);
+}
+
+int pump_form(void) { return FORM; }
+
+/* NULL, with errno: none could be made */
+struct pump *pump_new(int helpers) {
+    struct pump *p = calloc(1, sizeof *p + (size_t)helpers * sizeof(pthread_t));
+    if (!p) return NULL;
+    p->helpers = helpers;
+    p->last = &p->first;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->work, NULL);
+    pthread_cond_init(&p->left, NULL);
+    p->epoll = epoll_create1(EPOLL_CLOEXEC);
+    p->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
+    if (p->epoll < 0 || p->wake < 0 || epoll_ctl(p->epoll, EPOLL_CTL_ADD, p->wake, &event)) {
+        int problem = errno;
+        pump_free(p);
+        errno = problem;
+        return NULL;
+    }
+    return p;
+}
+
+struct reading *pump_reading(struct pump *p) {
+    struct reading *r = calloc(1, sizeof *r);
+    if (r) { r->sibling = p->all; p->all = r; }
+    return r;
+}
+
+/* The functions that may touch a reading's memory belong to one thread, the caller; `pump_stop` waits for it to leave. */
+static int enter(struct pump *p) {
+    pthread_mutex_lock(&p->lock);
+    int stopped = p->stop;
+    p->inside = !stopped;
+    pthread_mutex_unlock(&p->lock);
+    return !stopped;
+}
+
+static void leave(struct pump *p) {
+    pthread_mutex_lock(&p->lock);
+    p->inside = 0;
+    if (p->stop) pthread_cond_signal(&p->left);
+    pthread_mutex_unlock(&p->lock);
+}
+
+static int is_large(const struct reading *r) { return r->length > AT_ONCE; }
+
+static void tell(struct pump *p) {
+    uint64_t one = 1;
+    ssize_t ignored = write(p->wake, &one, sizeof one);
+    (void)ignored;
+}
+
+static void end(struct pump *p, struct reading *r, int code, uint64_t value) {
+    struct timespec t;
+    if (r->low != 1) {
+        int one = 1;
+        r->low = 1;
+        setsockopt(r->fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof one);
+    }
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    r->code = code;
+    r->value = value;
+    r->finished = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+    r->next = NULL;
+    pthread_mutex_lock(&p->lock);
+    if (is_large(r)) __atomic_sub_fetch(&p->large, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(p->last, r, __ATOMIC_RELAXED);
+    p->last = &r->next;
+    if (p->waiting && !p->stop) tell(p);
+    p->waiting = 0;
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* Gives the reading away. */
+static void arm(struct pump *p, struct reading *r) {
+    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP | EPOLLONESHOT, .data.ptr = r};
+    if (!epoll_ctl(p->epoll, EPOLL_CTL_MOD, r->fd, &event)) return;
+    if (errno == ENOENT && !epoll_ctl(p->epoll, EPOLL_CTL_ADD, r->fd, &event)) return;
+    end(p, r, FAILED, (uint64_t)errno);
+}
+
+static void wait_for(struct pump *p, struct reading *r) {
+    int alone = __atomic_load_n(&p->large, __ATOMIC_RELAXED) < 2, value = 1;
+    if (r->in_body && is_large(r) && !__atomic_load_n(&r->plain, __ATOMIC_RELAXED)) {
+        size_t most = alone ? LONE : BATCH;
+        value = (int)(r->missing < most ? r->missing : most);
+    }
+    if (value != r->low) {
+        r->low = value;
+        setsockopt(r->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
+    }
+    arm(p, r);
+}
+
+static void forward(struct reading *r, size_t n) {
+    r->missing -= n;
+    while (r->count && n >= r->left->iov_len) {
+        n -= r->left->iov_len;
+        r->left++;
+        r->count--;
+    }
+    if (n) {
+        r->left->iov_base = (char *)r->left->iov_base + n;
+        r->left->iov_len -= n;
+    }
+}
+
+static void begin_body(struct reading *r, size_t head) {
+    const char *rest = r->data + head;
+    size_t n = r->have - head;
+    while (n) {
+        size_t part = n < r->left->iov_len ? n : r->left->iov_len;
+        memcpy(r->left->iov_base, rest, part);
+        rest += part;
+        n -= part;
+        forward(r, part);
+    }
+    r->in_body = 1;
+}
+
+/* Whether the head of `size` bytes, with its empty line, is the one that is expected. */
+static int fits(const struct reading *r, size_t size) {
+    if (!r->behind || size <= r->before + r->behind || memcmp(r->data, r->expected, r->before)) return 0;
+    size_t date = size - r->behind;
+    if (memcmp(r->data + date, r->expected + r->before, r->behind)) return 0;
+    for (size_t i = r->before; i < date; i++)
+        if (r->data[i] < ' ' || r->data[i] > '~') return 0;
+    return 1;
+}
+
+/* Whether the body is next; else it has been waited for, or has ended. */
+static int take_head(struct pump *p, struct reading *r) {
+    for (;;) {
+        char *found = r->have >= 4 ? memmem(r->data, r->have, "\r\n\r\n", 4) : NULL;
+        if (found) {
+            size_t size = (size_t)(found - r->data) + 4;
+            if (r->have - size > r->length || !fits(r, size)) {
+                end(p, r, HEAD_CAME, 0);
+                return 0;
+            }
+            begin_body(r, size);
+            return 1;
+        }
+        if (r->have > HEAD_LIMIT) {
+            end(p, r, HEAD_TOO_LARGE, 0);
+            return 0;
+        }
+        if (r->size - r->have < PEEK) {
+            char *more = realloc(r->data, r->size + 4 * PEEK);
+            if (!more) {
+                end(p, r, FAILED, ENOMEM);
+                return 0;
+            }
+            r->data = more;
+            r->size += 4 * PEEK;
+        }
+        ssize_t n = recv(r->fd, r->data + r->have, PEEK, MSG_DONTWAIT);
+        if (n > 0) {
+            r->have += (size_t)n;
+            __atomic_add_fetch(&r->moved, (uint64_t)n, __ATOMIC_RELAXED);
+        } else if (n < 0 && errno == EINTR) {
+            continue;
+        } else if (n < 0 && errno == EAGAIN) {
+            wait_for(p, r);
+            return 0;
+        } else {
+            if (n < 0) end(p, r, FAILED, (uint64_t)errno);
+            else end(p, r, CLOSED, 0);
+            return 0;
+        }
+    }
+}
+
+static ssize_t receive(struct reading *r) {
+    if (r->count == 1 || r->left->iov_len >= PIECE) {
+        size_t most = r->left->iov_len < PIECE ? r->left->iov_len : PIECE;
+        return recv(r->fd, r->left->iov_base, most, MSG_DONTWAIT);
+    }
+    struct msghdr message = {.msg_iov = r->left};
+    for (size_t sum = 0; (int)message.msg_iovlen < r->count && message.msg_iovlen < MOST_VIEWS && sum < PIECE;)
+        sum += r->left[message.msg_iovlen++].iov_len;
+    return recvmsg(r->fd, &message, MSG_DONTWAIT);
+}
+
+/* Take what came. `caller`: it goes back as soon as something has ended, since the next request may depend on it. */
+static void turn(struct pump *p, struct reading *r, int caller) {
+    if (!r->in_body && !take_head(p, r)) return;
+    while (r->missing) {
+        ssize_t n = receive(r);
+        if (n > 0) {
+            __atomic_add_fetch(&r->moved, (uint64_t)n, __ATOMIC_RELAXED);
+            forward(r, (size_t)n);
+            if (caller && r->missing && __atomic_load_n(&p->first, __ATOMIC_RELAXED)) {
+                wait_for(p, r);
+                return;
+            }
+        } else if (n < 0 && errno == EINTR) {
+            continue;
+        } else if (n < 0 && errno == EAGAIN) {
+            wait_for(p, r);
+            return;
+        } else {
+            if (n < 0) end(p, r, FAILED, (uint64_t)errno);
+            else end(p, r, CUT_OFF, r->length - r->missing);
+            return;
+        }
+    }
+    end(p, r, DONE, r->length);
+}
+
+static struct reading *from_queue(struct pump *p) {
+    struct reading *r = p->queue;
+    if (r) p->queue = r->next;
+    return r;
+}
+
+static void *help(void *argument) {
+    struct pump *p = argument;
+    int needless = 0;
+    pthread_mutex_lock(&p->lock);
+    while (!p->stop) {
+        struct reading *r = from_queue(p);
+        if (!r && (p->large < 2 || needless)) {
+            p->idle++;
+            pthread_cond_wait(&p->work, &p->lock);
+            p->idle--;
+            needless = 0;
+            continue;
+        }
+        pthread_mutex_unlock(&p->lock);
+        if (!r) {
+            struct epoll_event event;
+            int n = epoll_wait(p->epoll, &event, 1, PATIENCE);
+            r = n == 1 ? event.data.ptr : NULL;
+            needless = n == 1 && !r; /* the caller is called, and woken as well */
+        }
+        if (r) turn(p, r, 0);
+        pthread_mutex_lock(&p->lock);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+/* Under the lock: somebody else should read as well. */
+static void call_helper(struct pump *p) {
+    if (p->idle) {
+        pthread_cond_signal(&p->work);
+    } else if (p->started < p->helpers) {
+        sigset_t all, before; /* signals are Python's, which handles them on its own threads */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (!pthread_create(&p->threads[p->started], NULL, help, p)) p->started++;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+}
+
+static int prepare(struct reading *r, const char *expected, size_t before, size_t behind, const struct iovec *views,
+                   int count) {
+    free(r->views);
+    r->views = NULL;
+    r->left = &r->one;
+    if (count != 1) {
+        r->left = r->views = malloc((size_t)count * sizeof *views);
+        if (!r->views) return ENOMEM;
+    }
+    memcpy(r->left, views, (size_t)count * sizeof *views);
+    r->count = count;
+    if (before + behind > r->room) {
+        char *more = realloc(r->expected, before + behind);
+        if (!more) return ENOMEM;
+        r->expected = more;
+        r->room = before + behind;
+    }
+    if (before + behind) memcpy(r->expected, expected, before + behind);
+    r->before = before;
+    r->behind = behind;
+    return 0;
+}
+
+/* Send the request `head`, and read its answer: `length` bytes of body into `views`. Returns 0, or an errno when it was
+ * not begun. `expected` is the answer's head before the date and `behind` bytes that follow it; 0: judge every head. */
+int pump_start(struct pump *p, struct reading *r, int fd, const char *head, size_t head_size, const char *expected,
+               size_t before, size_t behind, const struct iovec *views, int count, size_t length, int plain) {
+    if (!enter(p)) return ESHUTDOWN;
+    int problem = prepare(r, expected, before, behind, views, count);
+    r->fd = fd;
+    r->in_body = 0;
+    r->low = 1;
+    r->plain = plain;
+    r->length = r->missing = length;
+    r->have = 0;
+    r->moved = 0;
+    while (!problem && head_size) {
+        ssize_t n = send(fd, head, head_size, MSG_NOSIGNAL);
+        if (n < 0) {
+            problem = errno == EINTR ? 0 : errno;
+        } else {
+            head += n;
+            head_size -= (size_t)n;
+        }
+    }
+    if (!problem) {
+        pthread_mutex_lock(&p->lock);
+        if (is_large(r) && __atomic_add_fetch(&p->large, 1, __ATOMIC_RELAXED) > 1) call_helper(p);
+        pthread_mutex_unlock(&p->lock);
+        arm(p, r);
+    }
+    leave(p);
+    return problem;
+}
+
+/* After HEAD_CAME. What came so far, the body's first bytes included. */
+const char *pump_head(const struct reading *r, size_t *have) {
+    *have = r->have;
+    return r->data;
+}
+
+/* After HEAD_CAME: the first `size` bytes are dealt with; then comes the body, or else another head. */
+int pump_go_on(struct pump *p, struct reading *r, size_t size, int body) {
+    if (!enter(p)) return ESHUTDOWN;
+    if (is_large(r)) __atomic_add_fetch(&p->large, 1, __ATOMIC_RELAXED);
+    if (body) {
+        begin_body(r, size);
+    } else {
+        r->have -= size;
+        memmove(r->data, r->data + size, r->have);
+    }
+    turn(p, r, 1);
+    leave(p);
+    return 0;
+}
+
+/* Bytes that came on this reading so far. */
+uint64_t pump_moved(const struct reading *r) { return __atomic_load_n(&r->moved, __ATOMIC_RELAXED); }
+
+/* Nothing has moved for long: whether bytes wait there that are too few to wake anybody. They do from now on. */
+int pump_look(struct reading *r) {
+    int there = 0, low = 1, one = 1;
+    socklen_t size = sizeof low;
+    if (getsockopt(r->fd, SOL_SOCKET, SO_RCVLOWAT, &low, &size) || low <= 1) return 0;
+    if (ioctl(r->fd, FIONREAD, &there) || there <= 0) return 0;
+    __atomic_store_n(&r->plain, 1, __ATOMIC_RELAXED);
+    setsockopt(r->fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof one);
+    return 1;
+}
+
+/* Make pump_poll return. */
+void pump_wake(struct pump *p) {
+    pthread_mutex_lock(&p->lock);
+    if (!p->stop) tell(p);
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* Wait up to `timeout` milliseconds for something to come, take it; tell of up to `most` readings that have ended. */
+int pump_poll(struct pump *p, int timeout, struct ended *out, int most) {
+    int count = 0;
+    if (!enter(p)) return 0;
+    pthread_mutex_lock(&p->lock);
+    p->waiting = !p->first;
+    int wanted = p->waiting ? p->large > 1 ? 1 : EVENTS : 0;
+    pthread_mutex_unlock(&p->lock);
+    if (wanted) {
+        struct epoll_event events[EVENTS];
+        struct reading *mine = NULL;
+        int ready = epoll_wait(p->epoll, events, wanted, timeout);
+        pthread_mutex_lock(&p->lock);
+        p->waiting = 0;
+        for (int i = 0; i < ready; i++) {
+            struct reading *r = events[i].data.ptr;
+            if (!r) {
+                uint64_t ignored;
+                ssize_t n = read(p->wake, &ignored, sizeof ignored);
+                (void)n;
+            } else if (!mine) {
+                mine = r;
+            } else {
+                r->next = p->queue;
+                p->queue = r;
+            }
+        }
+        if (p->queue) call_helper(p);
+        pthread_mutex_unlock(&p->lock);
+        while (mine) {
+            turn(p, mine, 1);
+            pthread_mutex_lock(&p->lock);
+            mine = p->first && p->started ? NULL : from_queue(p);
+            pthread_mutex_unlock(&p->lock);
+        }
+    }
+    pthread_mutex_lock(&p->lock);
+    while (p->first && count < most) {
+        struct reading *r = p->first;
+        __atomic_store_n(&p->first, r->next, __ATOMIC_RELAXED);
+        if (!p->first) p->last = &p->first;
+        out[count++] = (struct ended){r, r->code, r->value, r->finished};
+    }
+    pthread_mutex_unlock(&p->lock);
+    leave(p);
+    return count;
+}
+
+/* Returns when no thread is at any reading any more; what has not ended never will. Not on the caller's own thread
+ * while it is inside. Once. */
+void pump_stop(struct pump *p) {
+    pthread_mutex_lock(&p->lock);
+    p->stop = 1;
+    tell(p);
+    pthread_cond_broadcast(&p->work);
+    while (p->inside) pthread_cond_wait(&p->left, &p->lock);
+    pthread_mutex_unlock(&p->lock);
+    for (int i = 0; i < p->started; i++) pthread_join(p->threads[i], NULL);
+    close(p->epoll);
+    close(p->wake);
+    p->epoll = p->wake = -1;
+}
