@@ -89,10 +89,7 @@ class HostBuffer:
                 hint="free memory or load less",
             ) from error
         self.view = memoryview(self._map)[:nbytes]
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def prefault(self) -> None:
         """Touch every page now, so that a timed transfer does not pay for it."""

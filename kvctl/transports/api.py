@@ -165,7 +165,7 @@ class Status(enum.Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Op:
     """Move `length` bytes between `key` at `offset` and `buffer` at `buffer_offset`.
 
@@ -205,7 +205,7 @@ class Op:
         return self.parts or (self.view,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Completion:
     """The end of one operation: `nbytes` moved, monotonic `started` and `finished` seconds, requests sent."""
 

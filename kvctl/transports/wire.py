@@ -100,6 +100,7 @@ class Connection:
         """Connects. Raises OSError (refused, unreachable, timed out, name unknown) or ssl.SSLError."""
         # RFC 6761: names under .localhost are this host, which resolvers do not always know
         raw = socket.create_connection(("localhost" if host.endswith(".localhost") else host, port), connect_timeout)
+        self.number = raw.fileno()  # of a plain one, while it is open
         self.interrupted = False
         self._timeout = timeout
         self.batches = True  # whether waking its reader for many bytes at once does it good

@@ -82,7 +82,7 @@ class HttpTransport(ThreadedTransport):
             connection = self._idle.pop()
         head = b""
         try:
-            if not connection.is_stale():
+            if self._compiled or not connection.is_stale():  # it looks itself
                 head = self._dialect.read_head(op)
         except KvctlError:
             pass  # a worker meets it again, and tells

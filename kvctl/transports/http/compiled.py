@@ -31,7 +31,7 @@ class _Reading:
     def __init__(self, op: Op, connection: Connection, timeout: float) -> None:
         self.op = op
         self.connection = connection
-        self.views = [view for view in op.views if view]
+        self.views = op.views
         self.keep = True
         self.cancelled = False
         self.error: KvctlError | None = None
@@ -61,8 +61,7 @@ class CompiledReads:
 
     @property
     def busy(self) -> bool:
-        with self._lock:  # another thread may be just moving one from here to there
-            return bool(self._readings or self._ended)
+        return bool(self._readings or self._ended)  # one is in both for a moment, never in neither
 
     def start(self, op: Op, connection: Connection, head: bytes) -> bool:
         """Send the request of `op` on `connection`, which is ours from now on; False when it is a worker's to do."""
@@ -78,7 +77,7 @@ class CompiledReads:
             number = self._free.pop() if self._free else pump.reading()
             self._readings[number] = reading
         expected = self._dialect.expected(op)
-        if not pump.start(number, connection.fileno(), head, expected, reading.views, plain=not connection.batches):
+        if not pump.start(number, connection, head, expected, op):
             return True
         with self._lock:
             if self._readings.get(number) is not reading:  # closed meanwhile, and told
@@ -101,9 +100,11 @@ class CompiledReads:
         pause = _LOOK_AGAIN if timeout is None else min(timeout, _LOOK_AGAIN)
         pump = self._pump
         while pump is not None and not self._closed:
-            told = pump.poll(0.0 if self._ended else pause)
+            told = False
+            ended = pump.poll(0.0 if self._ended else pause)
             with self._lock:
-                for number, code, value, finished in told:
+                for number, code, value, finished in ended:
+                    told = True
                     reading = self._readings.get(number)
                     if reading is not None:
                         self._tell(pump, number, reading, code, value, finished)
@@ -116,8 +117,8 @@ class CompiledReads:
                 break
             pause = 0.0  # heads were judged: their bodies may be there
         with self._lock:
-            ended, self._ended = self._ended, []
-        return ended
+            found, self._ended = self._ended, []
+        return found
 
     def _look(self, pump: Pump, number: int, reading: _Reading, now: float) -> None:
         """The kernel wakes for many bytes: what does not fit into the window is fetched as it comes; what is silent is
@@ -178,10 +179,10 @@ class CompiledReads:
             pump.go_on(number, size, body=body)
 
     def _pass_on(self, number: int, reading: _Reading, head: Head | None = None) -> None:
-        self._forget(number)
         if head is None:
             reading.connection.close()
         self._hand_over(reading.op, None if head is None else reading.connection, head)
+        self._forget(number)
 
     def _fail(self, number: int, reading: _Reading, error: KvctlError) -> None:
         forget_frames(error)
@@ -190,7 +191,6 @@ class CompiledReads:
     def _end(
         self, number: int, reading: _Reading, status: Status, error: KvctlError | None = None, finished: float = 0.0
     ) -> None:
-        self._forget(number)
         op, connection = reading.op, reading.connection
         done = status is Status.DONE
         if done and reading.keep and not connection.interrupted:
@@ -200,9 +200,10 @@ class CompiledReads:
         self._ended.append(
             Completion(op.id, status, op.length if done else 0, error, reading.started, finished or time.monotonic())
         )
+        self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._readings.pop(number).views.clear()
+        self._readings.pop(number).views = ()
         self._free.append(number)
 
     def cancel(self, ids: set[int]) -> None:

@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define FORM 1                      /* as in pump.py: changes with the functions and structures that it knows */
+#define FORM 2                      /* as in pump.py: changes with the functions and structures that it knows */
 
 /* how a reading ended; `value` is what came of the body, FAILED's is the errno; CLOSED: before the body, CUT_OFF: in it */
 enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAILED = 5 };
@@ -342,35 +342,48 @@ static void call_helper(struct pump *p) {
     }
 }
 
-static int prepare(struct reading *r, const char *expected, size_t before, size_t behind, const struct iovec *views,
-                   int count) {
+static int prepare(struct reading *r, const char *before, size_t before_size, const char *behind, size_t behind_size,
+                   const struct iovec *views, int count, char *place, size_t length) {
     free(r->views);
     r->views = NULL;
+    r->one = (struct iovec){place, length};
     r->left = &r->one;
-    if (count != 1) {
+    r->count = 1;
+    if (count) {
         r->left = r->views = malloc((size_t)count * sizeof *views);
         if (!r->views) return ENOMEM;
+        memcpy(r->views, views, (size_t)count * sizeof *views);
+        r->count = count;
     }
-    memcpy(r->left, views, (size_t)count * sizeof *views);
-    r->count = count;
-    if (before + behind > r->room) {
-        char *more = realloc(r->expected, before + behind);
+    r->before = before_size;
+    r->behind = behind_size;
+    if (before_size + behind_size > r->room) {
+        char *more = realloc(r->expected, before_size + behind_size);
         if (!more) return ENOMEM;
         r->expected = more;
-        r->room = before + behind;
+        r->room = before_size + behind_size;
     }
-    if (before + behind) memcpy(r->expected, expected, before + behind);
-    r->before = before;
-    r->behind = behind;
+    if (!behind_size) return 0;
+    memcpy(r->expected, before, before_size);
+    memcpy(r->expected + before_size, behind, behind_size);
     return 0;
 }
 
-/* Send the request `head`, and read its answer: `length` bytes of body into `views`. Returns 0, or an errno when it was
- * not begun. `expected` is the answer's head before the date and `behind` bytes that follow it; 0: judge every head. */
-int pump_start(struct pump *p, struct reading *r, int fd, const char *head, size_t head_size, const char *expected,
-               size_t before, size_t behind, const struct iovec *views, int count, size_t length, int plain) {
+static int is_stale(int fd) {
+    char byte;
+    return recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || errno != EAGAIN;
+}
+
+/* Send the request `head`, and read `length` bytes of its answer's body, to `place` or into `count` views. Returns 0, or
+ * an errno when it was not begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `before`
+ * and `behind` its date are what the answer's head is expected to be; `behind` empty: judge any. */
+int pump_start(struct pump *p, struct reading *r, int fd, const char *head, size_t head_size, const char *before,
+               size_t before_size, const char *behind, size_t behind_size, const struct iovec *views, int count,
+               char *place, size_t length, int plain) {
     if (!enter(p)) return ESHUTDOWN;
-    int problem = prepare(r, expected, before, behind, views, count);
+    int problem = is_stale(fd)
+        ? ESTALE
+        : prepare(r, before, before_size, behind, behind_size, views, count, place, length);
     r->fd = fd;
     r->in_body = 0;
     r->low = 1;

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import os
+import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
+from math import ceil
 from typing import Final
 
 from kvctl.core.errors import CapacityError, EnvError
 from kvctl.memory.buffers import address_of
+from kvctl.transports.api import Op
 from kvctl.transports.options import choice
+from kvctl.transports.wire import Connection
 
 # how a reading ended, as in pump.c: before the body, in it ..
 DONE: Final = 0
@@ -29,17 +32,9 @@ FAILED: Final = 5
 
 HINT: Final = "a C compiler (apt install gcc libc6-dev), then install kvctl again"
 _FILE: Final = os.path.join(os.path.dirname(__file__), "_pump.so")
-_FORM: Final = 1  # of the functions and structures, as in pump.c: a build of another one is not used
+_FORM: Final = 2  # of the functions and structures, as in pump.c: a build of another one is not used
 _AT_ONCE: Final = 32  # readings that one poll tells of
-
-
-class _Ended(ctypes.Structure):
-    _fields_ = (
-        ("reading", ctypes.c_void_p),
-        ("code", ctypes.c_int64),
-        ("value", ctypes.c_uint64),
-        ("finished", ctypes.c_double),
-    )
+_ENDED: Final = struct.Struct("@PqQd")
 
 
 class _View(ctypes.Structure):
@@ -62,13 +57,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         ("new", pump, (number,)),
         ("free", None, (pump,)),
         ("reading", reading, (pump,)),
-        ("start", number, (pump, reading, number, text, size, text, size, size, views, number, size, number)),
+        (
+            "start",
+            number,
+            (pump, reading, number, text, size, text, size, text, size, views, number, pump, size, number),
+        ),
         ("head", ctypes.c_void_p, (reading, ctypes.POINTER(size))),
         ("go_on", number, (pump, reading, size, number)),
         ("moved", ctypes.c_uint64, (reading,)),
         ("look", number, (reading,)),
         ("wake", None, (pump,)),
-        ("poll", number, (pump, number, ctypes.POINTER(_Ended), number)),
+        ("poll", number, (pump, number, ctypes.c_char_p, number)),
         ("stop", None, (pump,)),
     ):
         function = getattr(library, f"pump_{name}")
@@ -112,8 +111,9 @@ class Pump:
         if not self._pump:
             raise CapacityError("no epoll instance could be made", cause=os.strerror(ctypes.get_errno()))
         weakref.finalize(self, library.pump_free, self._pump).atexit = False
-        self._ended = (_Ended * _AT_ONCE)()
-        self._one = (_View * 1)()
+        self._ended = ctypes.create_string_buffer(_AT_ONCE * _ENDED.size)
+        self._told = memoryview(self._ended)
+        self._start, self._poll = library.pump_start, library.pump_poll  # looked up once
 
     def reading(self) -> int:
         """Room for a request at a time; it lives as long as this pump."""
@@ -122,29 +122,23 @@ class Pump:
             raise MemoryError
         return made
 
-    def start(
-        self,
-        reading: int,
-        fd: int,
-        head: bytes,
-        expected: tuple[bytes, bytes],
-        views: Sequence[memoryview],
-        *,
-        plain: bool,
-    ) -> int:
-        """Send the request `head`, and read the answer's body into `views`. 0, or the errno when it was not begun.
-        `expected`: the answer's head before and behind its date; empty: HEAD_CAME tells of any. `plain`: look at the
-        body whenever something came.
+    def start(self, reading: int, connection: Connection, head: bytes, expected: tuple[bytes, bytes], op: Op) -> int:
+        """Send the request `head`, and read the answer's body to where `op` wants it. 0, or the errno when it was not
+        begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `expected`: the answer's head
+        before and behind its date; empty: HEAD_CAME tells of any.
         """
-        places = self._one if len(views) == 1 else (_View * len(views))()
-        length = 0
-        for place, view in zip(places, views, strict=True):
-            place.base, place.length = address_of(view), len(view)
-            length += len(view)
+        places, count, place = None, 0, 0
+        if op.parts:
+            parts = [part for part in op.parts if part]
+            places, count = (_View * len(parts))(), len(parts)
+            for view, part in zip(places, parts, strict=True):
+                view.base, view.length = address_of(part), len(part)
+        else:
+            place = op.buffer.address + op.buffer_offset
         before, behind = expected
-        code: int = self._library.pump_start(
-            self._pump, reading, fd, head, len(head), before + behind, len(before), len(behind), places, len(places),
-            length, plain,
+        code: int = self._start(
+            self._pump, reading, connection.number, head, len(head), before, len(before), behind, len(behind),
+            places, count, place, op.length, not connection.batches,
         )  # fmt: skip
         return code
 
@@ -171,13 +165,13 @@ class Pump:
         """Make `poll` return."""
         self._library.pump_wake(self._pump)
 
-    def poll(self, timeout: float) -> list[tuple[int, int, int, float]]:
+    def poll(self, timeout: float) -> Iterator[tuple[int, int, int, float]]:
         """Wait up to `timeout` seconds for something to come, take it. What has ended: (reading, how, bytes of the body
         or errno, when).
         """
         # rounded up: a wait that is over too early would be repeated, again and again
-        count = self._library.pump_poll(self._pump, math.ceil(timeout * 1000), self._ended, _AT_ONCE)
-        return [(each.reading, each.code, each.value, each.finished) for each in self._ended[:count]]
+        count = self._poll(self._pump, ceil(timeout * 1000), self._ended, _AT_ONCE)
+        return _ENDED.iter_unpack(self._told[: count * _ENDED.size])
 
     def stop(self) -> None:
         """Returns when no memory is touched any more. Once; readings may then be neither begun nor told of."""
