@@ -21,7 +21,7 @@ from kvctl.testing.buffers import GuardedBuffer
 from kvctl.testing.transport_contract import collect, drive
 from kvctl.transports.api import Completion, Op, Status
 from kvctl.transports.http import bulk
-from kvctl.transports.http.bulk import INLINE, HttpTransport
+from kvctl.transports.http.bulk import HttpTransport
 from kvctl.transports.http.pump import why_not
 from kvctl.transports.http.ranges import check_read
 from kvctl.transports.wire import Connection, Head
@@ -145,9 +145,7 @@ def closes(peer: socket.socket, first: int, last: int) -> None:
     peer.shutdown(socket.SHUT_RDWR)
 
 
-# what only one of them does
 only_compiled = pytest.mark.parametrize("peers", ["compiled"], indirect=True)
-only_python = pytest.mark.parametrize("peers", ["python"], indirect=True)
 
 
 @pytest.fixture(params=["compiled", "python"])
@@ -171,6 +169,13 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Peer, 
     yield start
     for item in opened:
         item.close()
+
+
+@pytest.fixture
+def workers_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of more than 1,000 bytes, unless they are alone, are workers'."""
+    monkeypatch.setattr(bulk, "INLINE", 1000)
+    monkeypatch.setattr(bulk, "COMPILED", 1000)
 
 
 def dialect_of(transport: HttpTransport) -> Dialect:
@@ -379,11 +384,10 @@ class Gate:
         monkeypatch.setattr(transport, "perform", waits)
 
 
-@only_python
+@pytest.mark.usefixtures("workers_for_more")
 def test_a_large_read_that_is_alone_takes_no_worker(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "INLINE", 1000)
     _, transport = peers()
     gate = Gate(transport, monkeypatch)
     for length in (1001, 250_000):
@@ -391,11 +395,10 @@ def test_a_large_read_that_is_alone_takes_no_worker(
     assert gate.asked == []
 
 
-@only_python
+@pytest.mark.usefixtures("workers_for_more")
 def test_a_request_is_on_its_way_before_its_worker_is(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "INLINE", 1000)
     peer, transport = peers()
     buffer = GuardedBuffer(150_000)
 
@@ -429,11 +432,10 @@ def test_a_request_is_on_its_way_before_its_worker_is(
     buffer.close()
 
 
-@only_python
+@pytest.mark.usefixtures("workers_for_more")
 def test_a_read_that_is_cancelled_in_line_leaves_no_answer_behind(
     peers: Callable[..., tuple[Peer, HttpTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "INLINE", 1000)
     _, transport = peers(threads=1)
     gate = Gate(transport, monkeypatch)
     buffer = GuardedBuffer(4000)
@@ -453,21 +455,22 @@ def test_a_read_that_is_cancelled_in_line_leaves_no_answer_behind(
     assert one(transport).status is Status.DONE
 
 
+@pytest.mark.usefixtures("workers_for_more")
 def test_what_a_worker_ends_wakes_who_waits_for_a_small_read(
     peers: Callable[..., tuple[Peer, HttpTransport]],
 ) -> None:
     holding = threading.Event()
 
     def answer(peer: socket.socket, first: int, last: int) -> None:
-        if last > INLINE - 1:
+        if last > 1000:
             peer.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
         elif holding.wait(30):
             good(peer, first, last)
 
     _, transport = peers(answer, answer)
-    buffer = GuardedBuffer(INLINE + 1)
+    buffer = GuardedBuffer(2000)
     transport.submit([Op(1, "read", "k", 0, 1000, buffer)])
-    transport.submit([Op(2, "read", "k", 0, INLINE + 1, buffer)])
+    transport.submit([Op(2, "read", "k", 0, 2000, buffer)])
     (done,) = transport.poll(None)
     assert (done.id, done.status) == (2, Status.FAILED)
     assert transport.poll(0) == []

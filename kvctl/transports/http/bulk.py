@@ -1,10 +1,10 @@
 """The transport: one lean request per range over persistent connections, bodies straight into memory.
 
-One transport per endpoint. Reads are the compiled reader's (`CompiledReads`). Without it small ones are done by the
-thread that polls (`InlineReads`), all else, and anything under TLS, by worker threads that block; a read's request is
-sent before its worker wakes up. All take idle connections from one pool, and only a worker makes new ones. Every answer
-is checked before its bytes count: status, length, `Content-Range` against the size that the object must have, ETag
-against the version.
+One transport per endpoint. Small reads are done by the thread that polls, with the compiled reader (`CompiledReads`)
+or without (`InlineReads`); all else, and anything under TLS, by worker threads that block, and a read's request is sent
+before its worker wakes up. All take idle connections from one pool, and only a worker makes new ones. Every answer is
+checked before its bytes count: status, length, `Content-Range` against the size that the object must have, ETag against
+the version.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from kvctl.transports.threaded import PACED_PIECE, OpCancelledError, ThreadedTra
 from kvctl.transports.views import advance, first_of
 from kvctl.transports.wire import ClosedError, Connection, Head, ProtocolError, converse
 
-# Without the compiled reader, reads up to here are done by the thread that polls, and any that is alone on its way.
-# More of them at a time than it can copy is no gain.
+# Reads up to here are done by the thread that polls, and any that is alone on its way: more of them at a time than it
+# can copy is no gain.
 INLINE: Final = 1 << 20
+# The same for the compiled reader and its helpers. Longer ones it would do as fast as workers, which block in the
+# kernel for all of a body: that takes a fifth less of this process's CPU.
+COMPILED: Final = 4 << 20
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class HttpTransport(ThreadedTransport):
         self._pool_lock = threading.Lock()
         self._ended = False
         self._compiled = compiled and plain
+        self._most = COMPILED if self._compiled else INLINE
         self._inline: InlineReads | CompiledReads = (
             CompiledReads(dialect, threads, give_back=self._give_back, hand_over=self._hand_over)
             if self._compiled
@@ -75,14 +79,14 @@ class HttpTransport(ThreadedTransport):
         """Send a read's request at once, where there is a connection for it."""
         if op.kind != "read" or op.length <= 0:
             return False
-        ours = self._compiled or op.length <= INLINE or self._is_idle
+        ours = op.length <= self._most or self._is_idle
         with self._pool_lock:
             if not self._idle:
                 return False
             connection = self._idle.pop()
         head = b""
         try:
-            if self._compiled or not connection.is_stale():  # it looks itself
+            if (ours and self._compiled) or not connection.is_stale():  # the compiled reader looks itself
                 head = self._dialect.read_head(op)
         except KvctlError:
             pass  # a worker meets it again, and tells

@@ -31,8 +31,8 @@ enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAI
 #define PEEK 1024                   /* a small first receive: what it takes of the body has to be copied */
 #define HEAD_LIMIT 65536
 #define AT_ONCE ((size_t)128 << 10) /* up to here a body is waited for as a whole */
-#define BATCH ((size_t)2 << 20)     /* bytes to be woken for; the kernel takes less where its buffers end */
-#define LONE ((size_t)512 << 10)    /* of a lone reading: it is copied while more of it comes */
+#define BATCH ((size_t)1 << 20)     /* bytes that wake a reader of one among several */
+#define LONE ((size_t)512 << 10)    /* .. and of a lone one: it copies while more comes */
 #define PIECE ((size_t)512 << 10)   /* bytes copied at once: then the caller may have better to do */
 #define EVENTS 16
 #define PATIENCE 20                 /* milliseconds after which a helper looks whether it is still needed */
