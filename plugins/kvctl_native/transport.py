@@ -11,7 +11,7 @@ from kvctl.core.errors import KvctlError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.http.bulk import HttpTransport
 from kvctl.transports.http.pump import wanted
-from kvctl.transports.http.ranges import check_read, object_size
+from kvctl.transports.http.ranges import check_read, expected_read, object_size
 from kvctl.transports.options import check_names, number
 from kvctl.transports.wire import Connection, Head
 from kvctl.transports.wrapper import innermost
@@ -29,7 +29,6 @@ _ANSWER: Final = re.compile(
     rb"content-range: bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\r\n"
     rb"content-length: ([0-9]{1,19})"
 )
-_BEFORE_DATE: Final = b"HTTP/1.1 206 Partial Content\r\ndate: "
 _HINT: Final = "what is in between, a proxy or a cache, changes answers: use the node's own endpoint"
 
 
@@ -77,14 +76,7 @@ class NodeDialect:
         )
 
     def expected(self, op: Op) -> tuple[bytes, bytes]:
-        if op.version is None or op.object_size is None:
-            return b"", b""
-        last = op.offset + op.length - 1
-        behind = (
-            f'\r\netag: "{op.version}"\r\ncontent-range: bytes {op.offset}-{last}/{op.object_size}\r\n'
-            f"content-length: {op.length}\r\n\r\n"
-        )
-        return _BEFORE_DATE, behind.encode("latin-1")
+        return expected_read(op)
 
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, f"{self.url}: {op.key}", whole=False, versions=True, hint=_HINT)

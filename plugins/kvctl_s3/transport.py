@@ -11,7 +11,7 @@ from kvctl.core.errors import KvctlError, UsageError
 from kvctl.transports.api import Op, Store, StoreConfig
 from kvctl.transports.http.bulk import HttpTransport
 from kvctl.transports.http.pump import wanted
-from kvctl.transports.http.ranges import check_read, object_size
+from kvctl.transports.http.ranges import check_read, expected_read, object_size
 from kvctl.transports.options import check_names, choice, number
 from kvctl.transports.wire import Connection, Head
 from kvctl.transports.wrapper import innermost
@@ -87,7 +87,7 @@ class S3Dialect:
         return False
 
     def expected(self, op: Op) -> tuple[bytes, bytes]:
-        return b"", b""  # servers differ
+        return expected_read(op)
 
     def check(self, op: Op, head: Head) -> None:
         check_read(op, head, f"{self.url}: {op.key}", whole=True, versions=False, hint=_NOT_S3)

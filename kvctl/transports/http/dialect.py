@@ -50,8 +50,8 @@ class Dialect(Protocol):
         ...
 
     def expected(self, op: Op) -> tuple[bytes, bytes]:
-        """The head of an answer to `op` that fits, before and behind its date (any printable text), with the empty
-        line: as `fits`, for who compares bytes. Both empty where it cannot be told.
+        """The values of Content-Range and ETag with which a plain 206 of the right length is what `check` would find in
+        order. An empty ETag: any will do; an empty range: it cannot be told.
         """
         ...
 

@@ -2,8 +2,8 @@
  *
  * A reading is one request on one connection. The thread that calls pump_poll waits for all connections and reads what
  * it finds; while there are several readings, helpers do the same beside it. No thread here ever touches a Python
- * object. There is no HTTP but this: an answer whose head is, byte for byte and but for its date, the one that the
- * caller expects goes on with the body; any other head is the caller's to judge (HEAD_CAME).
+ * object. A head that is in order, in the plainest way (`fits`), goes on with its body; any other is the caller's to judge
+ * (HEAD_CAME).
  *
  * Who may touch a reading: whoever armed it gives it away, whoever gets its event owns it, and `end` gives it to the
  * caller of pump_poll. Only `moved` and `plain` are looked at by others.
@@ -13,8 +13,10 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -23,7 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define FORM 2                      /* as in pump.py: changes with the functions and structures that it knows */
+#define FORM 3                      /* as in pump.py: changes with the functions and structures that it knows */
 
 /* how a reading ended; `value` is what came of the body, FAILED's is the errno; CLOSED: before the body, CUT_OFF: in it */
 enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAILED = 5 };
@@ -49,8 +51,8 @@ struct reading {
     size_t length, missing;
     struct iovec one, *views, *left;
     int count;                      /* of `left` */
-    char *expected;                 /* what comes before the date, then what comes behind it */
-    size_t before, behind, room;
+    char *expected;                 /* the value of Content-Range, then that of ETag */
+    size_t range, etag, room;       /* their bytes; 0: judge every head, any ETag will do */
     char *data;                     /* of the answer's head, as far as it came */
     size_t have, size;
 };
@@ -206,14 +208,62 @@ static void begin_body(struct reading *r, size_t head) {
     r->in_body = 1;
 }
 
-/* Whether the head of `size` bytes, with its empty line, is the one that is expected. */
+static int is(const char *text, size_t size, const char *wanted, size_t wanted_size) {
+    return size == wanted_size && !strncasecmp(text, wanted, size);
+}
+
+#define IS(text, size, literal) is(text, size, literal, sizeof literal - 1)
+
+/* Whether the head of `size` bytes, with its empty line, is that of the range that was asked for, and the connection can
+ * be used again. As strict as `kvctl.transports.wire.parse_head` and stricter than `http.ranges.check_read`: what is not
+ * plain is not refused here, but judged there. */
 static int fits(const struct reading *r, size_t size) {
-    if (!r->behind || size <= r->before + r->behind || memcmp(r->data, r->expected, r->before)) return 0;
-    size_t date = size - r->behind;
-    if (memcmp(r->data + date, r->expected + r->before, r->behind)) return 0;
-    for (size_t i = r->before; i < date; i++)
-        if (r->data[i] < ' ' || r->data[i] > '~') return 0;
-    return 1;
+    static const char name_bytes[] = "!#$%&'*+.^_`|~-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    static const char status[] = "HTTP/1.1 206";
+    const char *line = r->data, *end = r->data + size - 2;
+    int ranges = 0, lengths = 0, etags = 0;
+    if (!r->range || memchr(line, 0, size)) return 0;
+    for (int first = 1; line < end; first = 0) {
+        const char *stop = memchr(line, '\r', (size_t)(end - line));
+        if (!stop || stop[1] != '\n' || memchr(line, '\n', (size_t)(stop - line))) return 0;
+        size_t length = (size_t)(stop - line);
+        if (first) {
+            if (length < sizeof status - 1 || memcmp(line, status, sizeof status - 1)) return 0;
+            if (length > sizeof status - 1 && line[sizeof status - 1] != ' ') return 0;
+            line = stop + 2;
+            continue;
+        }
+        size_t name = strspn(line, name_bytes);
+        if (!name || line[name] != ':') return 0;
+        const char *value = line + name + 1, *tail = stop;
+        while (value < tail && (*value == ' ' || *value == '\t')) value++;
+        while (value < tail && (tail[-1] == ' ' || tail[-1] == '\t')) tail--;
+        size_t got = (size_t)(tail - value);
+        if (IS(line, name, "content-range")) {
+            if (got != r->range || memcmp(value, r->expected, got)) return 0;
+            ranges++;
+        } else if (IS(line, name, "content-length")) {
+            char wanted[24];
+            int digits = snprintf(wanted, sizeof wanted, "%zu", r->length);
+            if (got != (size_t)digits || memcmp(value, wanted, got)) return 0;
+            lengths++;
+        } else if (IS(line, name, "etag")) {
+            if (r->etag && (got != r->etag || memcmp(value, r->expected + r->range, got))) return 0;
+            etags++;
+        } else if (IS(line, name, "transfer-encoding")) {
+            return 0;
+        } else if (IS(line, name, "connection") && !IS(value, got, "keep-alive")) {
+            return 0;
+        }
+        line = stop + 2;
+    }
+    return ranges == 1 && lengths == 1 && etags <= 1 && (etags || !r->etag);
+}
+
+/* For tests: `fits` of a head that came whole. */
+int pump_fits(char *data, size_t size, char *expected, size_t range, size_t etag, size_t length) {
+    struct reading r = {.data = data, .expected = expected, .range = range, .etag = etag, .length = length};
+    return fits(&r, size);
 }
 
 /* Whether the body is next; else it has been waited for, or has ended. */
@@ -342,7 +392,7 @@ static void call_helper(struct pump *p) {
     }
 }
 
-static int prepare(struct reading *r, const char *before, size_t before_size, const char *behind, size_t behind_size,
+static int prepare(struct reading *r, const char *range, size_t range_size, const char *etag, size_t etag_size,
                    const struct iovec *views, int count, char *place, size_t length) {
     free(r->views);
     r->views = NULL;
@@ -355,17 +405,17 @@ static int prepare(struct reading *r, const char *before, size_t before_size, co
         memcpy(r->views, views, (size_t)count * sizeof *views);
         r->count = count;
     }
-    r->before = before_size;
-    r->behind = behind_size;
-    if (before_size + behind_size > r->room) {
-        char *more = realloc(r->expected, before_size + behind_size);
+    r->range = range_size;
+    r->etag = etag_size;
+    if (range_size + etag_size > r->room) {
+        char *more = realloc(r->expected, range_size + etag_size);
         if (!more) return ENOMEM;
         r->expected = more;
-        r->room = before_size + behind_size;
+        r->room = range_size + etag_size;
     }
-    if (!behind_size) return 0;
-    memcpy(r->expected, before, before_size);
-    memcpy(r->expected + before_size, behind, behind_size);
+    if (!range_size) return 0;
+    memcpy(r->expected, range, range_size);
+    memcpy(r->expected + range_size, etag, etag_size);
     return 0;
 }
 
@@ -375,15 +425,15 @@ static int is_stale(int fd) {
 }
 
 /* Send the request `head`, and read `length` bytes of its answer's body, to `place` or into `count` views. Returns 0, or
- * an errno when it was not begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `before`
- * and `behind` its date are what the answer's head is expected to be; `behind` empty: judge any. */
-int pump_start(struct pump *p, struct reading *r, int fd, const char *head, size_t head_size, const char *before,
-               size_t before_size, const char *behind, size_t behind_size, const struct iovec *views, int count,
-               char *place, size_t length, int plain) {
+ * an errno when it was not begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `range` and
+ * `etag`: see struct reading. */
+int pump_start(struct pump *p, struct reading *r, int fd, const char *head, size_t head_size, const char *range,
+               size_t range_size, const char *etag, size_t etag_size, const struct iovec *views, int count, char *place,
+               size_t length, int plain) {
     if (!enter(p)) return ESHUTDOWN;
     int problem = is_stale(fd)
         ? ESTALE
-        : prepare(r, before, before_size, behind, behind_size, views, count, place, length);
+        : prepare(r, range, range_size, etag, etag_size, views, count, place, length);
     r->fd = fd;
     r->in_body = 0;
     r->low = 1;

@@ -32,7 +32,7 @@ FAILED: Final = 5
 
 HINT: Final = "a C compiler (apt install gcc libc6-dev), then install kvctl again"
 _FILE: Final = os.path.join(os.path.dirname(__file__), "_pump.so")
-_FORM: Final = 2  # of the functions and structures, as in pump.c: a build of another one is not used
+_FORM: Final = 3  # of the functions and structures, as in pump.c: a build of another one is not used
 _AT_ONCE: Final = 32  # readings that one poll tells of
 _ENDED: Final = struct.Struct("@PqQd")
 
@@ -69,6 +69,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         ("wake", None, (pump,)),
         ("poll", number, (pump, number, ctypes.c_char_p, number)),
         ("stop", None, (pump,)),
+        ("fits", number, (text, size, text, size, size, size)),
     ):
         function = getattr(library, f"pump_{name}")
         function.restype, function.argtypes = result, arguments
@@ -94,6 +95,16 @@ def wanted(options: Mapping[str, str]) -> bool:
     if value == "true" and why_not():
         raise EnvError("there is no compiled reader", cause=why_not(), hint=HINT)
     return value != "false" and not why_not()
+
+
+def fits(head: bytes, expected: tuple[bytes, bytes], length: int) -> bool:
+    """Whether a head, with its empty line, is plainly in order for a body of `length` bytes; by the compiled reader, of
+    which this is the part that knows HTTP.
+    """
+    library = _loaded()[0]
+    assert library is not None
+    span, etag = expected
+    return bool(library.pump_fits(head, len(head), span + etag, len(span), len(etag), length))
 
 
 class Pump:
@@ -124,8 +135,8 @@ class Pump:
 
     def start(self, reading: int, connection: Connection, head: bytes, expected: tuple[bytes, bytes], op: Op) -> int:
         """Send the request `head`, and read the answer's body to where `op` wants it. 0, or the errno when it was not
-        begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `expected`: the answer's head
-        before and behind its date; empty: HEAD_CAME tells of any.
+        begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `expected`: see
+        `Dialect.expected`.
         """
         places, count, place = None, 0, 0
         if op.parts:
@@ -135,9 +146,9 @@ class Pump:
                 view.base, view.length = address_of(part), len(part)
         else:
             place = op.buffer.address + op.buffer_offset
-        before, behind = expected
+        span, etag = expected
         code: int = self._start(
-            self._pump, reading, connection.number, head, len(head), before, len(before), behind, len(behind),
+            self._pump, reading, connection.number, head, len(head), span, len(span), etag, len(etag),
             places, count, place, op.length, not connection.batches,
         )  # fmt: skip
         return code

@@ -91,6 +91,14 @@ def _check_range(op: Op, head: Head, name: str, hint: str) -> None:
         )
 
 
+def expected_read(op: Op) -> tuple[bytes, bytes]:
+    """See `Dialect.expected`: for those who check by `check_read`."""
+    if op.object_size is None:
+        return b"", b""
+    span = b"bytes %d-%d/%d" % (op.offset, op.offset + op.length - 1, op.object_size)
+    return span, b"" if op.version is None else f'"{op.version}"'.encode("utf-8", "replace")
+
+
 def wrong_size(name: str, actual: int, expected: int) -> SizeMismatchError:
     return SizeMismatchError(
         f"{name} has {actual} bytes, expected {expected}",
