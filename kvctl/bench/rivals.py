@@ -137,17 +137,19 @@ class TransportRival:
             issue(slot % len(ways), slot)
         least = 2 * concurrency
         while running:
+            quiet = True
             for lane, way in enumerate(ways):
                 if not lanes[lane]:
                     continue
                 # with one endpoint the wait is for the answer; with several each gets its look
                 for done in way.poll(WAIT if len(ways) == 1 else 0.001):
+                    quiet = False
                     slot, asked = running.pop(done.id)
                     lanes[lane].discard(done.id)
                     self._count(done, asked, batch)
                     if time.monotonic() - started < seconds or len(batch.requests) + len(running) < least:
                         issue(lane, slot)
-            if running and time.monotonic() - min(when for _, when in running.values()) > WAIT:
+            if quiet and time.monotonic() - min(when for _, when in running.values()) > WAIT:
                 raise StalledError(f"{self.name}: no answer for {WAIT:g} s")
         batch.wall, batch.cpu = time.monotonic() - started, time.process_time() - cpu
         return batch
