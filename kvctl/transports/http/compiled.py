@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvctl.core.errors import KvctlError
+from kvctl.core.errors import CapacityError, KvctlError
 from kvctl.transports.api import Completion, Op, Status
 from kvctl.transports.http.dialect import Dialect
 from kvctl.transports.http.inline import HandOver, as_error, cancelled, cut_off
-from kvctl.transports.http.pump import CLOSED, CUT_OFF, DONE, HEAD_CAME, HEAD_TOO_LARGE, Pump, as_oserror
+from kvctl.transports.http.pump import CLOSED, CUT_OFF, DONE, HEAD_CAME, HEAD_TOO_LARGE, Pump, as_oserror, places
 from kvctl.transports.threaded import forget_frames
 from kvctl.transports.wire import Connection, Head, ProtocolError, parse_head, too_large
 
@@ -66,18 +66,22 @@ class CompiledReads:
     def start(self, op: Op, connection: Connection, head: bytes) -> bool:
         """Send the request of `op` on `connection`, which is ours from now on; False when it is a worker's to do."""
         reading = _Reading(op, connection, self._dialect.timeout)
+        expected, place = self._dialect.expected(op), places(op)
         with self._lock:  # first, so that a cancel that comes while it is sent finds it
             if self._closed:
                 connection.close()
                 self._ended.append(cancelled(op, reading.started))
                 return True
-            if self._pump is None:
-                self._pump = Pump(self._helpers)
             pump = self._pump
+            if pump is None:
+                try:
+                    self._pump = pump = Pump(self._helpers)
+                except CapacityError:
+                    connection.close()
+                    raise
             number = self._free.pop() if self._free else pump.reading()
             self._readings[number] = reading
-        expected = self._dialect.expected(op)
-        if not pump.start(number, connection, head, expected, op):
+        if not pump.start(number, connection, head, expected, place):
             return True
         with self._lock:
             if self._readings.get(number) is not reading:  # closed meanwhile, and told

@@ -41,8 +41,8 @@ enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAI
 #define MOST_VIEWS 1024             /* IOV_MAX */
 
 struct reading {
-    struct reading *next;           /* in the list of those that have ended, then of all */
-    struct reading *sibling;
+    struct reading *next;           /* of those that have ended, or of the queue */
+    struct reading *sibling;        /* of all */
     int fd, code, in_body;
     int low;                        /* SO_RCVLOWAT */
     int plain;                      /* be woken for any byte */
@@ -507,12 +507,12 @@ int pump_poll(struct pump *p, int timeout, struct ended *out, int most) {
     int count = 0;
     if (!enter(p)) return 0;
     pthread_mutex_lock(&p->lock);
-    p->waiting = !p->first;
+    struct reading *mine = p->first ? NULL : from_queue(p); /* that no helper has come to */
+    p->waiting = !p->first && !mine;
     int wanted = p->waiting ? p->large > 1 ? 1 : EVENTS : 0;
     pthread_mutex_unlock(&p->lock);
     if (wanted) {
         struct epoll_event events[EVENTS];
-        struct reading *mine = NULL;
         int ready = epoll_wait(p->epoll, events, wanted, timeout);
         pthread_mutex_lock(&p->lock);
         p->waiting = 0;
@@ -531,12 +531,12 @@ int pump_poll(struct pump *p, int timeout, struct ended *out, int most) {
         }
         if (p->queue) call_helper(p);
         pthread_mutex_unlock(&p->lock);
-        while (mine) {
-            turn(p, mine, 1);
-            pthread_mutex_lock(&p->lock);
-            mine = p->first && p->started ? NULL : from_queue(p);
-            pthread_mutex_unlock(&p->lock);
-        }
+    }
+    while (mine) {
+        turn(p, mine, 1);
+        pthread_mutex_lock(&p->lock);
+        mine = p->first && p->started ? NULL : from_queue(p);
+        pthread_mutex_unlock(&p->lock);
     }
     pthread_mutex_lock(&p->lock);
     while (p->first && count < most) {

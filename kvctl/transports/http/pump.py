@@ -107,6 +107,21 @@ def fits(head: bytes, expected: tuple[bytes, bytes], length: int) -> bool:
     return bool(library.pump_fits(head, len(head), span + etag, len(span), len(etag), length))
 
 
+# what `Pump.start` makes of `places`: a list of views and their number, or one address; bytes
+Places = tuple[ctypes.Array[_View] | None, int, int, int]
+
+
+def places(op: Op) -> Places:
+    """Where the bytes of a read go. They are touched only while `op.views` are held."""
+    if not op.parts:
+        return None, 0, op.buffer.address + op.buffer_offset, op.length
+    parts = [part for part in op.parts if part]
+    views = (_View * len(parts))()
+    for view, part in zip(views, parts, strict=True):
+        view.base, view.length = address_of(part), len(part)
+    return views, len(parts), 0, op.length
+
+
 class Pump:
     """One set of readings. `start`, `go_on`, `head` and `poll` belong to one thread at a time; `wake` and `stop` may be
     called by others. A reading is a number from `reading`, for one request at a time. Its memory has to stay until
@@ -133,23 +148,21 @@ class Pump:
             raise MemoryError
         return made
 
-    def start(self, reading: int, connection: Connection, head: bytes, expected: tuple[bytes, bytes], op: Op) -> int:
-        """Send the request `head`, and read the answer's body to where `op` wants it. 0, or the errno when it was not
-        begun; ESTALE: the connection was closed, or holds bytes that belong to no answer. `expected`: see
-        `Dialect.expected`.
+    def start(
+        self,
+        reading: int,
+        connection: Connection,
+        head: bytes,
+        expected: tuple[bytes, bytes],
+        places: Places,
+    ) -> int:
+        """Send the request `head`, and read the answer's body into `places`. 0, or the errno when it was not begun;
+        ESTALE: the connection was closed, or holds bytes that belong to no answer. `expected`: see `Dialect.expected`.
         """
-        places, count, place = None, 0, 0
-        if op.parts:
-            parts = [part for part in op.parts if part]
-            places, count = (_View * len(parts))(), len(parts)
-            for view, part in zip(places, parts, strict=True):
-                view.base, view.length = address_of(part), len(part)
-        else:
-            place = op.buffer.address + op.buffer_offset
         span, etag = expected
         code: int = self._start(
             self._pump, reading, connection.number, head, len(head), span, len(span), etag, len(etag),
-            places, count, place, op.length, not connection.batches,
+            *places, not connection.batches,
         )  # fmt: skip
         return code
 
