@@ -68,16 +68,22 @@ def argument(name: str, about: str, **kwargs: Any) -> Callable[[F], F]:  # Any: 
 
 
 class Size(_IntType):
-    """Bytes of '16MiB' or '2GB'."""
+    """Bytes of '16MiB' or '2GB'. `some`: 0 makes no sense."""
 
     name = "size"
 
+    def __init__(self, *, some: bool = False) -> None:
+        self.some = some
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # Any: click's
-        if isinstance(value, int):
-            return value
+        from kvctl.core.errors import UsageError
         from kvctl.core.units import parse_size
 
-        return parse_size(value)
+        nbytes = value if isinstance(value, int) else parse_size(value)
+        if self.some and nbytes <= 0:
+            name = param.opts[0] if param is not None else "a size"
+            raise UsageError(f"{name} {value}: nothing would ever move", hint="leave it out for no limit of yours")
+        return nbytes
 
 
 class Age(_FloatType):

@@ -27,7 +27,10 @@ class Guard:
         self._open_to = tuple(open_to)
         self._limit = nonces
         self._started = time.time() if started is None else started
-        self._seen: dict[str, int] = {}
+        # by the minute in which the token expires: then all of them can be forgotten
+        self._seen: dict[int, set[str]] = {}
+        self._kept = 0
+        self._minute = 0
         self._derive = lru_cache(maxsize=1024)(self._derived)
         self._is_open_to = lru_cache(maxsize=1024)(lambda peer: contains(self._open_to, peer))
 
@@ -71,18 +74,24 @@ class Guard:
         """The one use of a token that `allow` gave. Raises HttpError 401 or 503."""
         if token is None:
             return
-        if token.nonce in self._seen:
+        minute = token.expiry // 60
+        if token.nonce in self._seen.get(minute, ()):
             raise HttpError(401, "token_replayed", "the token was used before", headers=_CHALLENGE)
         if token.issued < self._started:
             raise HttpError(
                 503, "restarted", "the token is older than this process of the node", headers={"retry-after": "1"}
             )
-        if len(self._seen) >= self._limit:
-            now = time.time()
-            self._seen = {known: until for known, until in self._seen.items() if until > now}
-            if len(self._seen) >= self._limit:
-                raise HttpError(503, "busy", "too many tokens in use", headers={"retry-after": "1"})
-        self._seen[token.nonce] = token.expiry
+        now = int(time.time()) // 60
+        if now > self._minute:
+            self._minute = now
+            for past in [known for known in self._seen if known < now]:
+                self._kept -= len(self._seen.pop(past))
+        if minute < self._minute:  # the clock was set back: what was used then has been forgotten
+            raise HttpError(401, "token_expired", "the token has expired before", headers=_CHALLENGE)
+        if self._kept >= self._limit:
+            raise HttpError(503, "busy", "too many tokens in use", headers={"retry-after": "1"})
+        self._seen.setdefault(minute, set()).add(token.nonce)
+        self._kept += 1
 
     def _derived(self, key_id: str, rights: Rights, prefix: str) -> bytes:
         return self._keys[key_id].scoped(rights, prefix).secret

@@ -58,6 +58,8 @@ def test_no_command_is_usage(kvctl: Kvctl) -> None:
         (["load-weights"], "Missing argument 'ADDRESS'", "see `kvctl load-weights --help`"),
         (["load-weights", "x", "--nope"], "No such option", "see `kvctl load-weights --help`"),
         (["load-weights", "x", "--max-rate", "fast"], "'fast' is not a size", "write it like 16MiB, 2GB or 4096"),
+        (["load-weights", "x", "--max-in-flight", "0KiB"], "--max-in-flight 0KiB: nothing", "leave it out"),
+        (["push-weights", "x", "y", "--max-rate", "0"], "--max-rate 0: nothing would ever move", "leave it out"),
         (["load-weights", "x", "--verify", "all"], "Invalid value for '--verify'", None),
         (["load-weights", "./x", "--tp-rank", "2", "--tp-size", "2"], "--tp-rank 2 does not exist", "ranks are 0 to 1"),
         (["load-weights", "./x", "--into", "./copy"], "'./copy' is not a target", "write dir:./copy"),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 in_flight_option = option(
     "--max-in-flight",
-    type=Size(),
+    type=Size(some=True),
     setting="max_in_flight",
     metavar="SIZE",
     help="Bytes in flight at once (default: from the memory limit).",

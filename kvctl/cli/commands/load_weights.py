@@ -65,7 +65,7 @@ Examples:
 )
 @option(
     "--max-in-flight",
-    type=Size(),
+    type=Size(some=True),
     setting="max_in_flight",
     section="Transfer",
     metavar="SIZE",
@@ -73,7 +73,7 @@ Examples:
 )
 @option(
     "--max-rate",
-    type=Size(),
+    type=Size(some=True),
     setting="max_rate",
     section="Transfer",
     metavar="SIZE",

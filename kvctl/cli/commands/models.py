@@ -114,7 +114,7 @@ def digest(*, address: str, out: str | None, **s3: Any) -> None:  # Any: as S3Fl
 @option("--transport", default="auto", setting="transport", section="Transfer", help="How bulk bytes move.")
 @option(
     "--max-in-flight",
-    type=Size(),
+    type=Size(some=True),
     setting="max_in_flight",
     section="Transfer",
     metavar="SIZE",
@@ -122,7 +122,7 @@ def digest(*, address: str, out: str | None, **s3: Any) -> None:  # Any: as S3Fl
 )
 @option(
     "--max-rate",
-    type=Size(),
+    type=Size(some=True),
     setting="max_rate",
     section="Transfer",
     metavar="SIZE",
@@ -169,7 +169,7 @@ def verify(
     envvar=None,
     help="The repo to copy to where TARGET names none: a configured name, a path, or store URLs.",
 )
-@option("--max-rate", type=Size(), setting="max_rate", metavar="SIZE", help="Cap in bytes per second.")
+@option("--max-rate", type=Size(some=True), setting="max_rate", metavar="SIZE", help="Cap in bytes per second.")
 @s3_options
 def cp(
     *,

@@ -33,12 +33,12 @@ Examples:
 )
 @option(
     "--max-in-flight",
-    type=Size(),
+    type=Size(some=True),
     setting="max_in_flight",
     metavar="SIZE",
     help="Bytes in flight at once (default: from the memory limit).",
 )
-@option("--max-rate", type=Size(), setting="max_rate", metavar="SIZE", help="Cap in bytes per second.")
+@option("--max-rate", type=Size(some=True), setting="max_rate", metavar="SIZE", help="Cap in bytes per second.")
 @dry_run_option
 @s3_options
 def command(
