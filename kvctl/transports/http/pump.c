@@ -33,8 +33,8 @@ enum { DONE = 0, CLOSED = 1, CUT_OFF = 2, HEAD_CAME = 3, HEAD_TOO_LARGE = 4, FAI
 #define PEEK 1024                   /* a small first receive: what it takes of the body has to be copied */
 #define HEAD_LIMIT 65536
 #define AT_ONCE ((size_t)128 << 10) /* up to here a body is waited for as a whole */
-#define BATCH ((size_t)1 << 20)     /* bytes that wake a reader of one among several */
-#define LONE ((size_t)512 << 10)    /* .. and of a lone one: it copies while more comes */
+#define BATCH ((size_t)1 << 20)     /* bytes that wake a reader of one body among several .. */
+#define LONE ((size_t)8 << 20)      /* .. and of a lone one; the kernel takes less where its buffers end */
 #define PIECE ((size_t)512 << 10)   /* bytes copied at once: then the caller may have better to do */
 #define EVENTS 16
 #define PATIENCE 20                 /* milliseconds after which a helper looks whether it is still needed */
@@ -134,6 +134,8 @@ static void leave(struct pump *p) {
 
 static int is_large(const struct reading *r) { return r->length > AT_ONCE; }
 
+static int is_alone(struct pump *p) { return __atomic_load_n(&p->large, __ATOMIC_RELAXED) < 2; }
+
 static void tell(struct pump *p) {
     uint64_t one = 1;
     ssize_t ignored = write(p->wake, &one, sizeof one);
@@ -169,16 +171,22 @@ static void arm(struct pump *p, struct reading *r) {
     end(p, r, FAILED, (uint64_t)errno);
 }
 
-static void wait_for(struct pump *p, struct reading *r) {
-    int alone = __atomic_load_n(&p->large, __ATOMIC_RELAXED) < 2, value = 1;
+/* How much has to be there to wake its reader. Of a lone body one half is copied while the other comes. */
+static void low(struct pump *p, struct reading *r) {
+    int value = 1;
     if (r->in_body && is_large(r) && !__atomic_load_n(&r->plain, __ATOMIC_RELAXED)) {
-        size_t most = alone ? LONE : BATCH;
-        value = (int)(r->missing < most ? r->missing : most);
+        size_t wanted = r->missing, most = is_alone(p) ? LONE : BATCH;
+        if (is_alone(p) && wanted > r->length / 2) wanted /= 2;
+        value = (int)(wanted < most ? wanted : most);
     }
     if (value != r->low) {
         r->low = value;
         setsockopt(r->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value);
     }
+}
+
+static void wait_for(struct pump *p, struct reading *r) {
+    low(p, r);
     arm(p, r);
 }
 
@@ -309,13 +317,13 @@ static int take_head(struct pump *p, struct reading *r) {
     }
 }
 
-static ssize_t receive(struct reading *r) {
-    if (r->count == 1 || r->left->iov_len >= PIECE) {
-        size_t most = r->left->iov_len < PIECE ? r->left->iov_len : PIECE;
+static ssize_t receive(struct reading *r, size_t piece) {
+    if (r->count == 1 || r->left->iov_len >= piece) {
+        size_t most = r->left->iov_len < piece ? r->left->iov_len : piece;
         return recv(r->fd, r->left->iov_base, most, MSG_DONTWAIT);
     }
     struct msghdr message = {.msg_iov = r->left};
-    for (size_t sum = 0; (int)message.msg_iovlen < r->count && message.msg_iovlen < MOST_VIEWS && sum < PIECE;)
+    for (size_t sum = 0; (int)message.msg_iovlen < r->count && message.msg_iovlen < MOST_VIEWS && sum < piece;)
         sum += r->left[message.msg_iovlen++].iov_len;
     return recvmsg(r->fd, &message, MSG_DONTWAIT);
 }
@@ -324,11 +332,13 @@ static ssize_t receive(struct reading *r) {
 static void turn(struct pump *p, struct reading *r, int caller) {
     if (!r->in_body && !take_head(p, r)) return;
     while (r->missing) {
-        ssize_t n = receive(r);
+        int alone = is_alone(p);
+        if (alone) low(p, r); /* also before it receives: the kernel opens the window that far */
+        ssize_t n = receive(r, alone ? r->missing : PIECE);
         if (n > 0) {
             __atomic_add_fetch(&r->moved, (uint64_t)n, __ATOMIC_RELAXED);
             forward(r, (size_t)n);
-            if (caller && r->missing && __atomic_load_n(&p->first, __ATOMIC_RELAXED)) {
+            if (r->missing && caller && __atomic_load_n(&p->first, __ATOMIC_RELAXED)) {
                 wait_for(p, r);
                 return;
             }
