@@ -153,6 +153,8 @@ class Pacer:
                 raise OpCancelledError
             return
         while True:
+            if self._ctx.cancel.stopping:
+                raise OpCancelledError
             with self._lock:
                 pause = self._work.pause(self._controller.rate)
                 if out:
@@ -163,8 +165,6 @@ class Pacer:
                     self._out.take(out)
                     self._done += out
                     return
-            if self._ctx.cancel.stopping:
-                raise OpCancelledError
             self._waited += min(pause, _NAP)
             time.sleep(min(pause, _NAP))
 

@@ -166,14 +166,18 @@ def test_a_killed_one_is_resumed_and_only_what_is_missing_is_written(
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(
     loaded: AgentProcess, to: StoreConfig, tmp_path: Path, ended: list[subprocess.Popen[bytes]]
 ) -> None:
-    running = slow(loaded, to.url, tmp_path)
-    ended.append(running)
-    eventually(lambda: begun(folder(to, ".")), "the checkpoint has begun")
-    running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=120)
+    for attempt in range(5):
+        place = parse_store(f"{to.url}-{attempt}")
+        running = slow(loaded, place.url, tmp_path)
+        ended.append(running)
+        eventually(lambda: begun(folder(place, ".")), "the checkpoint has begun")  # noqa: B023 - used at once
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=120)
+        if running.returncode:  # its shards may all have come to their ends at the same time, and so it to its own
+            break
     assert running.returncode == 130
     assert "checkpoint create" in json.loads(err.splitlines()[-1])["error"]["hint"]
-    assert checkpoint(loaded, to).extra["resumed_bytes"] > 0
+    assert checkpoint(loaded, place).extra["resumed_bytes"] > 0
 
 
 def test_the_agents_death_in_the_middle_does_not_harm_it(
