@@ -20,6 +20,7 @@ from kvctl.transports.faults import FaultyStore
 from kvctl.transports.mem import MemStore, space
 from kvctl.transports.registry import open_store
 from kvctl.transports.retry import RetryStore
+from kvctl_s3 import store as s3_store
 from tests.transports.contract_cases import faulty_case, file_case, mem_case, seaweed_case
 
 QUICK = RetryPolicy(base=0.0001, cap=0.001, attempts=20)
@@ -65,6 +66,7 @@ class TestS3WithoutConditionalPut(_NoUploads):
     @pytest.fixture
     def case(self) -> Iterator[StoreCase]:
         with FaultyS3(page_size=7, conditional_put=False) as server:
+            s3_store._SEEN.clear()  # an earlier server of these tests, which could, may have had this port
             case = faulty_case(server)
             assert not case.store.capabilities.conditional_put
             yield case
