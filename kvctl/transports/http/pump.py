@@ -22,7 +22,7 @@ from kvctl.transports.api import Op
 from kvctl.transports.options import choice
 from kvctl.transports.wire import Connection
 
-# how a reading ended, as in pump.c: before the body, in it ..
+# how a reading ended, as in pump.c, which explains them
 DONE: Final = 0
 CLOSED: Final = 1
 CUT_OFF: Final = 2
@@ -48,7 +48,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         form = library.pump_form()
     except (OSError, AttributeError):
         built = os.path.exists(_FILE)
-        return None, "it does not load" if built else "kvctl was installed where no C compiler was found"
+        return None, "it does not load" if built else "it was not built when kvctl was installed"
     if form != _FORM:
         return None, "it was built from another version of kvctl"
     pump, reading, size, text = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
