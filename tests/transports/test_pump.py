@@ -35,7 +35,19 @@ def test_it_is_here_where_a_compiler_is(tmp_path: Path) -> None:
     assert pump.why_not() == ""
     assert COMPILER is not None
     source = Path(pump.__file__).with_name("pump.c")
-    command = [COMPILER, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-o", "pump.so", source]
+    command = [
+        COMPILER,
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        "-o",
+        "pump.so",
+        str(source),
+    ]
     subprocess.run(command, cwd=tmp_path, check=True)
 
 
